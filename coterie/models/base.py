@@ -1,0 +1,92 @@
+"""What a model is to the engine: a loss over one flat parameter vector, for a stack of clients.
+
+Shapes, with any number of leading axes: parameters `w` [..., d], inputs `x` [..., B, *features],
+targets `y` [..., B], row weights `weight` [..., B] (zero for padding). Losses come back as [..., 1].
+The weights carry the reduction: 1/B each for a mean, 1 each for a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from coterie.errors import SettingError
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product over the last axis, which stays as an axis of length one."""
+    return (a * b).sum(-1, keepdim=True)
+
+
+def norm(a: Tensor) -> Tensor:
+    """Euclidean length over the last axis, which stays as an axis of length one."""
+    return torch.linalg.vector_norm(a, dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Base of all models. Subclasses are frozen settings; `fit_to` returns one that knows its shapes."""
+
+    @property
+    def d(self) -> int:
+        """Number of trainable parameters."""
+        raise NotImplementedError
+
+    @property
+    def task(self) -> str:
+        """'regression', 'binary' or 'multiclass': decides metrics and predictions."""
+        raise NotImplementedError
+
+    @property
+    def reduction(self) -> str:
+        """'mean' or 'sum' of the row losses of a client."""
+        return "mean"
+
+    def fit_to(self, x: Tensor, y: Tensor) -> Self:
+        """A copy that knows the shape of the inputs and, for classes, how many there are."""
+        raise NotImplementedError
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Inputs as the engine stores them (for instance with a column of ones for the intercept)."""
+        return x
+
+    def initial(self, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Starting point [d], a function of the seed only."""
+        return torch.zeros(self.d, dtype=dtype, device=device)
+
+    def loss(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Weighted sum of row losses plus the regulariser, [..., 1]."""
+        raise NotImplementedError
+
+    def grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of `loss` in `w`, [..., d]."""
+        raise NotImplementedError
+
+    def scores(self, w: Tensor, x: Tensor) -> Tensor:
+        """What the model says before any link: [..., B, outputs]."""
+        raise NotImplementedError
+
+    def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Largest curvature of `loss`, [..., 1]: a bound for convex models, an estimate at `w` otherwise."""
+        raise NotImplementedError
+
+    def convexity(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Smallest curvature of `loss`, [..., 1] (zero where nothing better is known)."""
+        return torch.zeros_like(weight[..., :1])
+
+    def solve(
+        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0
+    ) -> Tensor:
+        """Minimiser, started at w, of loss + pull/2 |. - w|^2, to gradient norm tol."""
+        raise NotImplementedError
+
+    def module(self, w: Tensor) -> nn.Module:
+        """The model with parameters `w` [d] as an nn.Module from raw inputs to predictions."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Settings and shapes as JSON values, enough for `coterie.models.from_description`."""
+        raise SettingError(f"{type(self).__name__} cannot be saved: it has no description")
