@@ -77,9 +77,7 @@ class Model:
         """Smallest curvature of `loss`, [..., 1] (zero where nothing better is known)."""
         return torch.zeros_like(weight[..., :1])
 
-    def solve(
-        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0
-    ) -> Tensor:
+    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
         """Minimiser, started at w, of loss + pull/2 |. - w|^2, to gradient norm tol."""
         raise NotImplementedError
 

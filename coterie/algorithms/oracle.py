@@ -1,0 +1,59 @@
+"""FedAvg inside each true cluster: what perfect knowledge of the groups would give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.errors import SettingError
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.state import State
+
+
+@dataclass(frozen=True)
+class Oracle(Algorithm):
+    """FedAvg inside each known cluster, the reference point of the CoBo paper (2024, section 4).
+
+    y_i = centre of i's cluster after `steps` SGD steps,   centre_j <- mean of y_i over i in cluster j
+    """
+
+    lr: float = setting(0.05, "local step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
+    steps: int = setting(5, "local steps per round", low=1)
+    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+
+    def start(self, fed: Federation) -> State:
+        if fed.clusters is None:
+            raise SettingError("oracle needs the true clusters: pass `--cluster COLUMN` or `clusters=`")
+        return State(centres=fed.initial_model().repeat(int(fed.clusters.max()) + 1, 1))
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        ids = fed.sample(t, self.participation)
+        r = fed.map(self.train, each={"x": self._own(fed, s, ids)}, to=ids)
+        return State(centres=r.mean(by=fed.clusters, default=s.centres))
+
+    def train(self, client: Client, x: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            x = x - self.lr * client.grad(x)
+        return x
+
+    def deploy(self, client: Client, x: Tensor) -> Tensor:
+        return x
+
+    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {}, {"x": self._own(fed, s, None)}
+
+    def common(self, fed: Federation, s: State) -> Tensor:
+        sizes = torch.zeros(len(s.centres), 1, dtype=fed.dtype).index_add_(0, fed.clusters, fed.sizes)
+        return (s.centres * sizes).sum(0) / sizes.sum()
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        return {"train": (d, d)}
+
+    def _own(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
+        """The centre of each client's cluster."""
+        return s.centres[fed.clusters if ids is None else fed.clusters[ids]]

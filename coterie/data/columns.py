@@ -1,0 +1,184 @@
+"""What the values of a column are: tidied, typed, and seen as numbers or as levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coterie.data import delimited
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    import polars
+
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
+_DAY = 86_400_000_000  # microseconds
+_EXACT = 2.0**53  # whole numbers beyond this are not all floats
+
+
+def tidy(column: polars.Series, decimal_comma: bool = False) -> polars.Series:
+    """A column with its spaces and missing values put right, and text typed where all values agree."""
+    import polars as pl
+
+    column = column.alias(column.name.strip())
+    if column.dtype.is_float():
+        return column.fill_nan(None)
+    if column.dtype != pl.String:
+        return column
+    text = column.str.strip_chars()
+    text = text.zip_with(~text.is_in(MISSING), pl.Series([None], dtype=pl.String))
+    if decimal_comma and text.drop_nulls().str.contains(r"^[+-]?\d+(,\d+)?$").all():
+        text = text.str.replace(",", ".", literal=True)
+    return _typed(text)
+
+
+def _typed(text: polars.Series) -> polars.Series:
+    """Text as the narrowest type that all its values have."""
+    import polars as pl
+
+    values = text.drop_nulls()
+    if values.is_empty():
+        return text
+    if _reads_as_numbers(text):
+        return text if _are_codes(values) else _as_numbers(text)
+    if values.str.to_lowercase().is_in(["true", "false"]).all():
+        return text.str.to_lowercase() == "true"
+    if values.str.contains(r"^\d{4}-\d\d-\d\d$").all():
+        return _unless_lost(text, text.str.to_date("%Y-%m-%d", strict=False))
+    if values.str.contains(r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?Z?$").all():
+        plain = text.str.replace("T", " ").str.strip_chars_end("Z").str.replace(r"^(.{16})$", "${1}:00")
+        return _unless_lost(text, plain.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", strict=False))
+    return text
+
+
+def _reads_as_numbers(text: polars.Series) -> bool:
+    import polars as pl
+
+    return text.cast(pl.Float64, strict=False).null_count() == text.null_count()
+
+
+def _are_codes(values: polars.Series) -> bool:
+    """Numbers that would not come back as they were written (007, or twenty digits): names, perhaps."""
+    import polars as pl
+
+    whole = values.filter(values.str.contains(r"^[+-]?\d+$"))
+    return whole.str.contains(r"^[+-]?0\d").any() or whole.cast(pl.Int64, strict=False).null_count() > 0
+
+
+def _as_numbers(text: polars.Series) -> polars.Series:
+    import polars as pl
+
+    whole = text.cast(pl.Int64, strict=False)
+    return whole if whole.null_count() == text.null_count() else text.cast(pl.Float64).fill_nan(None)
+
+
+def _unless_lost(text: polars.Series, parsed: polars.Series) -> polars.Series:
+    """The parsed values, or the text if some value (a 31 February) did not parse."""
+    return parsed if parsed.null_count() == text.null_count() else text
+
+
+def kind(column: polars.Series) -> str | None:
+    """'numeric' (also booleans, times, and text that reads as numbers), 'category', or None."""
+    import polars as pl
+
+    if column.dtype.is_numeric() or column.dtype.is_temporal() or column.dtype == pl.Boolean:
+        return "numeric"
+    if column.dtype == pl.String:
+        return "numeric" if _reads_as_numbers(column) else "category"
+    return "category" if column.dtype in (pl.Categorical, pl.Enum) else None
+
+
+def numbers(
+    frame: polars.DataFrame, name: str, source: str = "the table", client: str | None = None
+) -> polars.Series:
+    """A column as float64 with nulls: booleans as 0 and 1, dates and times as days."""
+    import polars as pl
+
+    column = frame[name]
+    values = _days(column) if column.dtype.is_temporal() else column.cast(pl.Float64, strict=False)
+    values = values.fill_nan(None)
+    text = column.is_not_null() & values.is_null() if kind(column) != "numeric" else pl.Series([False])
+    for wrong, what in ((text, "is not a number"), (values.is_infinite(), "is infinite")):
+        if wrong.any():
+            row = int(wrong.arg_max() or 0)
+            raise DataError(
+                f"{source}: column {name!r}, {place(frame, row, source, client)}: the value {column[row]!r} {what}. "
+                f"Correct it, or leave the column out: --drop {name}"
+            )
+    return values
+
+
+def _days(column: polars.Series) -> polars.Series:
+    """Dates as days since 1970-01-01 (UTC), durations and times of day as fractions of days."""
+    import polars as pl
+
+    if column.dtype == pl.Date:
+        return column.to_physical().cast(pl.Float64)
+    if column.dtype == pl.Time:
+        return column.to_physical().cast(pl.Float64) / (1000 * _DAY)
+    if column.dtype == pl.Duration:
+        return column.dt.total_microseconds().cast(pl.Float64) / _DAY
+    return column.dt.epoch("us").cast(pl.Float64) / _DAY
+
+
+def labels(column: polars.Series) -> polars.Series:
+    """Values as text; whole floats as whole numbers, so that 1.0 and 1 are one level."""
+    import polars as pl
+
+    if not column.dtype.is_float():
+        return column.cast(pl.String)
+    whole = (column == column.floor()) & (column.abs() < _EXACT)
+    return column.cast(pl.Int64, strict=False).cast(pl.String).zip_with(whole, column.cast(pl.String))
+
+
+def order_and_label(column: polars.Series) -> tuple[polars.Series, polars.Series]:
+    """What to sort levels by (the number, where they are numbers), and their text."""
+    label = labels(column)
+    order = numbers(column.to_frame(), column.name) if kind(column) == "numeric" else label
+    return order, label
+
+
+def levels(column: polars.Series) -> tuple[str, ...]:
+    """The distinct values as text, sorted; numbers by size."""
+    import polars as pl
+
+    order, label = order_and_label(column.drop_nulls())
+    return tuple(pl.DataFrame({"order": order, "label": label}).unique().sort("order", "label")["label"])
+
+
+def codes(label: polars.Series, known: Sequence[str]) -> np.ndarray:
+    """The place of each label among the known ones, -1 for missing and unknown."""
+    import polars as pl
+
+    places = label.cast(pl.Enum(list(known)), strict=False).to_physical()
+    return places.cast(pl.Int64).fill_null(-1).to_numpy()
+
+
+def looks_like_identifier(column: polars.Series) -> bool:
+    """Whether every row has a different whole number."""
+    import polars as pl
+
+    if column.dtype == pl.String:
+        column = column.cast(pl.Int64, strict=False)
+    return column.dtype.is_integer() and column.null_count() == 0 and column.n_unique() == len(column)
+
+
+def place(frame: polars.DataFrame, row: int, source: str, client: str | None = None) -> str:
+    """Where a row is: its line if the source is a text file that has these rows, and its client."""
+    found = f"row {row + 1}"
+    path = Path(source)
+    if delimited.is_delimited(path) and path.is_file():
+        lines = delimited.lines(path)
+        if len(lines) == frame.height:
+            found = f"line {lines[row]}"
+    return found if client is None else f"{found} (client {labels(frame[client])[row]!r})"
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """'a', 'b' and 7 more."""
+    listed = list(names)
+    text = ", ".join(repr(name) for name in listed[:most])
+    return text if len(listed) <= most else f"{text} and {len(listed) - most} more"

@@ -1,0 +1,127 @@
+"""Ragged clients in one flat array: a client is (start, size), a minibatch is a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.federation import randomness
+
+PADDED_ELEMENTS = 1 << 25  # largest padded batch made at once; larger groups of clients are cut
+CACHED_ELEMENTS = 1 << 26  # largest padded copy of all clients worth keeping between rounds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a stack of clients: x [..., B, *], y [..., B], weight [..., B] (zero on padding)."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of one split, client after client. `size` may be zero for some clients."""
+
+    x: Tensor
+    y: Tensor
+    start: Tensor
+    size: Tensor
+    largest: int = field(init=False)
+    smallest: int = field(init=False)
+    _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest", int(self.size.max()) if len(self.size) else 0)
+        object.__setattr__(self, "smallest", int(self.size.min()) if len(self.size) else 0)
+        object.__setattr__(self, "_cache", {})
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def of(self, client: int) -> tuple[Tensor, Tensor]:
+        """The rows of one client."""
+        first, count = int(self.start[client]), int(self.size[client])
+        return self.x[first : first + count], self.y[first : first + count]
+
+    def to(self, device: torch.device | str) -> Rows:
+        return Rows(self.x.to(device), self.y.to(device), self.start.to(device), self.size.to(device))
+
+    def subset(self, clients: Tensor) -> Rows:
+        """The rows of some clients only, as a node of a federation would hold them."""
+        size = self.size[clients]
+        inside = torch.arange(int(size.sum())) - torch.repeat_interleave(size.cumsum(0) - size, size)
+        rows = torch.repeat_interleave(self.start[clients], size) + inside
+        return Rows(self.x[rows], self.y[rows], size.cumsum(0) - size, size)
+
+    def minibatch(self, at: Tensor | None, keys: Tensor, batch: int) -> Batch:
+        """`batch` draws with replacement per client; a client with no more rows than that gives them all.
+
+        `at` are positions [k] (None: every client) or one position [] for a single client; `keys` has
+        the same shape. Weights sum to one.
+        """
+        start = (self.start if at is None else self.start[at]).unsqueeze(-1)
+        size = (self.size if at is None else self.size[at]).unsqueeze(-1)
+        row = randomness.integers(randomness.slots(keys, batch), size)
+        weight = torch.full((), 1.0 / batch, dtype=self.dtype, device=row.device).expand(row.shape)
+        if self.smallest <= batch:
+            slot = torch.arange(batch, device=row.device)
+            whole = size <= batch
+            row = torch.where(whole, slot % size, row)
+            weight = torch.where(whole, (slot < size) / size.to(self.dtype), weight)
+        return self._gather(start + row, weight)
+
+    def full(self, at: Tensor | None) -> Iterator[tuple[Tensor | None, Batch]]:
+        """All rows, padded, in groups of clients of similar size.
+
+        Yields (positions in the stack, batch); the positions are None when one group holds the whole
+        stack. Weights sum to one per client and are zero on padding.
+        """
+        if at is not None:
+            yield from self._groups(at)
+        elif self._cache or self._padded_size() <= CACHED_ELEMENTS:
+            if "all" not in self._cache:
+                self._cache["all"] = list(self._groups(None))
+            yield from self._cache["all"]
+        else:
+            yield from self._groups(None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+
+    def _row_elements(self) -> int:
+        return max(1, self.x[0].numel()) if len(self.x) else 1
+
+    def _padded_size(self) -> int:
+        return 2 * len(self.x) * self._row_elements()
+
+    def _groups(self, at: Tensor | None) -> Iterator[tuple[Tensor | None, Batch]]:
+        start, size = (self.start, self.size) if at is None else (self.start[at], self.size[at])
+        if size.dim() == 0:
+            yield None, self._padded(start, size, int(size))
+            return
+        level = torch.log2(size.clamp(min=1).double()).ceil().long()
+        for value in level.unique().tolist():
+            members = (level == value).nonzero().squeeze(-1)
+            width = int(size[members].max())
+            step = max(1, PADDED_ELEMENTS // max(1, width * self._row_elements()))
+            for part in members.split(step):
+                whole = len(part) == len(size)
+                yield None if whole else part, self._padded(start[part], size[part], width)
+
+    def _padded(self, start: Tensor, size: Tensor, width: int) -> Batch:
+        size, slot = size.unsqueeze(-1), torch.arange(width, device=size.device)
+        weight = (slot < size).to(self.dtype) / size.clamp(min=1)
+        return self._gather(start.unsqueeze(-1) + torch.minimum(slot, (size - 1).clamp(min=0)), weight)
+
+    def _gather(self, rows: Tensor, weight: Tensor) -> Batch:
+        flat = rows.flatten()
+        if len(self.x) == 0:
+            flat = flat[:0]
+        x = self.x.index_select(0, flat).view(*rows.shape, *self.x.shape[1:])
+        return Batch(x, self.y.index_select(0, flat).view(rows.shape), weight)

@@ -1,0 +1,174 @@
+"""What a phase sees of a client, or of a stack of clients: the code is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import CoterieError, SettingError
+from coterie.federation import randomness
+
+if TYPE_CHECKING:
+    from coterie.data.rows import Batch, Rows
+    from coterie.runtime.shard import Shard
+
+
+class Keep:
+    """State that stays on the client: `client.keep.personal = v`, read back in a later round.
+
+    Writes become visible at once to the phase and lasting only when the phase has succeeded.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        self.__dict__.update(_read=read, _written={})
+
+    def __getattr__(self, name: str) -> Tensor:
+        written: dict[str, Tensor] = self.__dict__["_written"]
+        if name in written:
+            return written[name]
+        try:
+            return self.__dict__["_read"](name)
+        except KeyError:
+            raise CoterieError(
+                f"a client has kept nothing under {name!r} yet; set it in `begin`, which every client runs "
+                "before anything else"
+            ) from None
+
+    def __setattr__(self, name: str, value: Tensor) -> None:
+        self.__dict__["_written"][name] = value
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            self.__getattr__(name)
+        except CoterieError:
+            return False
+        return True
+
+
+class Client:
+    """A stack of k clients (`at` [k]), all clients (`at` None), or one client with no leading axis (`at` []).
+
+    Vectors are [..., d], per-client numbers [..., 1]. Only training rows are reachable, and validation
+    rows where asked for by name; test rows are not.
+    """
+
+    def __init__(self, shard: Shard, at: Tensor | None, keys: Tensor, batch: int) -> None:
+        self._shard, self._at, self._keys, self._batch = shard, at, keys, batch
+        self._step = 0
+        self.keep: Any = Keep(lambda name: shard.store.read(name, at))
+
+    @property
+    def size(self) -> Tensor:
+        """Number of training rows, [..., 1]."""
+        return self._pick(self._shard.train.size).unsqueeze(-1).to(self._shard.dtype)
+
+    @property
+    def cluster(self) -> Tensor:
+        """Known cluster, [..., 1]."""
+        if self._shard.clusters is None:
+            raise SettingError("this algorithm needs known clusters: pass `--cluster COLUMN` or `clusters=`")
+        return self._pick(self._shard.clusters).unsqueeze(-1)
+
+    def initial_model(self) -> Tensor:
+        """The common starting point, which every client can compute by itself from the seed."""
+        return self._shard.initial.expand(*self._keys.shape, -1)
+
+    def grad(self, x: Tensor) -> Tensor:
+        """Gradient at x on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
+        rows = self._shard.train
+        if self._batch == 0 or rows.largest <= self._batch:
+            return self.full_grad(x)
+        self._step += 1
+        keys = randomness.fold(self._keys, self._step)
+        assert isinstance(keys, Tensor)
+        batch = rows.minibatch(self._at, keys, self._batch)
+        return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        """Gradient at x on all training rows."""
+        statistics = self._shard.statistics(self._at)
+        if statistics is not None:
+            return self._shard.model.grad_from(statistics, x)
+        return self._over_rows(self._shard.model.grad, x)
+
+    def loss(self, x: Tensor, split: str = "train") -> Tensor:
+        """Loss at x on all rows of 'train' or 'validation', [..., 1]."""
+        if split not in ("train", "validation"):
+            raise SettingError(f"a phase may look at 'train' or 'validation' rows, not at {split!r}")
+        statistics = self._shard.statistics(self._at) if split == "train" else None
+        if statistics is not None:
+            return self._shard.model.loss_from(statistics, x)
+        return self._over_rows(self._shard.model.loss, x, rows=self._shard.splits[split])
+
+    def solve(self, x: Tensor, tol: float = 1e-9, pull: float = 0.0) -> Tensor:
+        """Minimiser of f + pull/2 |. - x|^2, started at x, to gradient norm tol."""
+        statistics = self._shard.statistics(self._at)
+        if statistics is not None:
+            return self._shard.model.solve_from(statistics, x, pull)
+        return self._over_rows(lambda *a: self._shard.model.solve(*a, tol=tol, pull=pull), x)
+
+    def smoothness(self) -> Tensor:
+        """L, the largest curvature of this client's loss, [..., 1]."""
+        return self._over_rows(self._shard.model.smoothness, self.initial_model())
+
+    def convexity(self) -> Tensor:
+        """mu, the smallest curvature of this client's loss, [..., 1]."""
+        return self._over_rows(self._shard.model.convexity, self.initial_model())
+
+    def uniform(self, purpose: str, count: int = 1) -> Tensor:
+        """Private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
+        keys = randomness.fold(self._keys, purpose)
+        assert isinstance(keys, Tensor)
+        return randomness.uniform(randomness.slots(keys, count), self._shard.dtype)
+
+    def _pick(self, values: Tensor) -> Tensor:
+        return values if self._at is None else values[self._at]
+
+    def _reduced(self, weight: Tensor, rows: Rows) -> Tensor:
+        if self._shard.model.reduction == "mean":
+            return weight
+        return weight * self._pick(rows.size).unsqueeze(-1)
+
+    def _over_rows(self, function: Callable[..., Tensor], x: Tensor, rows: Rows | None = None) -> Tensor:
+        """Apply a model function to all rows, group after group, and put the results in their places."""
+        rows = rows or self._shard.train
+        result: Tensor | None = None
+        for place, batch in rows.full(self._at):
+            part = function(x if place is None else x[place], batch.x, batch.y, self._group_weight(batch, place, rows))
+            if place is None:
+                return part
+            if result is None:
+                result = part.new_empty((len(x), *part.shape[1:]))
+            result[place] = part
+        assert result is not None
+        return result
+
+    def _group_weight(self, batch: Batch, place: Tensor | None, rows: Rows) -> Tensor:
+        if self._shard.model.reduction == "mean":
+            return batch.weight
+        size = self._pick(rows.size)
+        return batch.weight * (size if place is None else size[place]).unsqueeze(-1)
+
+
+def as_reply(value: Tensor | dict[str, Tensor] | None, phase: str) -> dict[str, Tensor]:
+    """What a phase returned, as named tensors."""
+    if value is None:
+        return {}
+    if isinstance(value, Tensor):
+        return {"": value}
+    if isinstance(value, dict) and all(isinstance(v, Tensor) for v in value.values()):
+        return value
+    raise SettingError(
+        f"phase {phase!r} returned a {type(value).__name__}; a phase returns a tensor, a dict of tensors, or nothing"
+    )
+
+
+def all_finite(values: list[Tensor]) -> bool:
+    """One cheap pass: a sum is finite only if every term is (a sum that overflows is looked at again)."""
+    for value in values:
+        if value.is_floating_point() and not torch.isfinite(value.sum()):
+            return False
+    return True

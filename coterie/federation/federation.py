@@ -1,0 +1,396 @@
+"""The server's side of a federation: who the clients are, and the one door to them, `map`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.data.rows import Rows
+from coterie.data.split import split_rows
+from coterie.errors import DataError, SettingError
+from coterie.federation import randomness
+from coterie.federation.ledger import Entry, Ledger
+from coterie.federation.replies import Replies
+from coterie.federation.state import State
+from coterie.models.base import Model
+from coterie.runtime.shard import Answer, Call, Shard, Visits
+
+
+class Federation:
+    """Clients, a model, and `map`.
+
+    Build one with `from_arrays` or `from_table`. What clients hold is behind `runtime`; this object knows
+    names, sizes, clusters and what was answered.
+    """
+
+    def __init__(
+        self,
+        runtime: Any,
+        *,
+        model: Model,
+        names: Sequence[str],
+        rows: dict[str, Tensor],
+        clusters: Tensor | None = None,
+        cluster_names: Sequence[str] | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        dropout: float = 0.0,
+        table: Any = None,
+        truth: Tensor | None = None,
+    ) -> None:
+        if not 0.0 <= dropout < 1.0:
+            raise SettingError(f"dropout is {dropout}; it must be at least 0 and below 1")
+        self.runtime, self.model, self.seed, self.dtype, self.device = runtime, model, seed, dtype, device
+        self.names, self.clusters, self.dropout = list(names), clusters, dropout
+        self.cluster_names = list(cluster_names) if cluster_names is not None else None
+        self.table, self.truth = table, truth
+        self.n, self.d = len(self.names), model.d
+        self.rows = rows  # number of rows [n] by split
+        self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
+        self.everyone = torch.arange(self.n, device=device)
+        self.ledger = Ledger()
+        self.left_out: list[tuple[int, int, str]] = []  # round, client, reason
+        self.begun = torch.zeros(self.n, dtype=torch.bool, device=device)
+        self.round, self._calls, self._all_begun = 0, 0, False
+        self._state: State | None = None
+
+    @classmethod
+    def from_arrays(
+        cls,
+        xs: Sequence[Any],
+        ys: Sequence[Any],
+        model: Model,
+        clusters: Sequence[Any] | Tensor | None = None,
+        names: Sequence[str] | None = None,
+        split: tuple[float, float, float] = (1.0, 0.0, 0.0),
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        loop: bool = False,
+        dropout: float = 0.0,
+        truth: Tensor | None = None,
+    ) -> Federation:
+        """One array of inputs and one of targets per client; `split` is (train, validation, test)."""
+        from coterie.data.clients import Clients
+
+        codes, cluster_names = encode_clusters(clusters)
+        clients = Clients(
+            [torch.as_tensor(x) for x in xs],
+            [torch.as_tensor(y) for y in ys],
+            [str(k) for k in range(len(xs))] if names is None else [str(name) for name in names],
+            codes,
+            cluster_names,
+            truth,
+        )
+        x, y = torch.cat(clients.xs), torch.cat(clients.ys)
+        sizes = torch.tensor([len(part) for part in clients.ys])
+        dtype = dtype or (x.dtype if x.is_floating_point() else torch.float32)
+        return cls.from_rows(
+            x.to(dtype) if x.is_floating_point() else x,
+            y.to(dtype) if y.is_floating_point() else y,
+            sizes,
+            model=model,
+            names=clients.names,
+            clusters=codes,
+            cluster_names=cluster_names,
+            split=split,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            loop=loop,
+            dropout=dropout,
+            truth=truth,
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        x: Tensor,
+        y: Tensor,
+        sizes: Tensor,
+        *,
+        model: Model,
+        names: Sequence[str],
+        clusters: Tensor | None = None,
+        split: tuple[float, float, float] = (1.0, 0.0, 0.0),
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        loop: bool = False,
+        **more: Any,
+    ) -> Federation:
+        """Rows of all clients one after the other, `sizes` [n] of them each."""
+        device = torch.device("cpu" if device is None else device)
+        model = model.fit_to(x, y)
+        x = model.prepare(x)
+        if model.task != "multiclass":
+            y = y.to(dtype)
+        parts = split_rows(sizes, split, seed)
+        splits = {
+            name: Rows(x[part.order], y[part.order], part.start, part.size).to(device)
+            for name, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test))
+        }
+        clusters = None if clusters is None else clusters.to(device)
+        shard = Shard(splits, model, seed, dtype, clusters, loop=loop)
+        return cls(
+            shard,
+            model=model,
+            names=names,
+            rows={name: part.size for name, part in splits.items()},
+            clusters=clusters,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            **more,
+        )
+
+    @classmethod
+    def from_table(cls, source: Any, client: str, target: str, **options: Any) -> Federation:
+        """A CSV or Parquet file, or a data frame, with a client column; see `coterie.data.load_table`."""
+        from coterie.data.load import load_table
+
+        return load_table(source, client=client, target=target, **options)
+
+    def fresh(self, seed: int | None = None, dropout: float | None = None) -> Federation:
+        """The same clients and rows with an empty ledger and nothing kept."""
+        return Federation(
+            self.runtime.fresh(seed),
+            model=self.model,
+            names=self.names,
+            rows=self.rows,
+            clusters=self.clusters,
+            cluster_names=self.cluster_names,
+            seed=self.seed if seed is None else seed,
+            dtype=self.dtype,
+            device=self.device,
+            dropout=self.dropout if dropout is None else dropout,
+            table=self.table,
+            truth=self.truth,
+        )
+
+    def initial_model(self) -> Tensor:
+        """Starting parameters [d], a function of the seed."""
+        return self.model.initial(self.seed, self.dtype, self.device)
+
+    def sample(self, t: int, fraction: float = 1.0) -> Tensor | None:
+        """Ids of a random cohort for round t (at least one client); None means everybody."""
+        if fraction >= 1.0:
+            return None
+        count = max(1, round(fraction * self.n))
+        return randomness.choose(randomness.key(self.seed, "sample", t), self.n, count).to(self.device)
+
+    def uniform(self, purpose: str, t: int, count: int = 1) -> Tensor:
+        """Draws from [0, 1) on the server, [count], a function of seed, purpose and round."""
+        return randomness.uniform(randomness.slots(randomness.key(self.seed, purpose, t), count))
+
+    def map(
+        self,
+        phase: Callable[..., Any],
+        *,
+        to: Tensor | Sequence[int] | None = None,
+        each: dict[str, Tensor] | None = None,
+        link: str = "client-server",
+        **shared: Any,
+    ) -> Replies:
+        """Run a phase on clients and collect the answers.
+
+        Keywords are sent to everyone visited, `each` sends row k to client `to[k]` (which may repeat).
+        Clients may drop out, and a client that answers NaN or infinity is left out and counted.
+        """
+        algorithm = phase.__self__  # type: ignore[attr-defined]
+        ids = None if to is None else torch.as_tensor(to, dtype=torch.long, device=self.device)
+        each = each or {}
+        self._check_rows(phase.__name__, ids, each)
+        ids, each = self._drop(ids, each)
+        if not self._all_begun and hasattr(algorithm, "begin"):
+            if phase.__name__ == "begin":
+                self._mark_begun(ids)
+            elif self._state is not None:
+                self._welcome(algorithm, ids)
+        return self._call(algorithm, phase.__name__, ids, shared, each, link)
+
+    def has_rows(self, split: str) -> bool:
+        """Whether any client has rows in this split."""
+        return bool(self.rows[split].sum() > 0)
+
+    def evaluate(self, algorithm: Any, state: State, split: str) -> dict[str, Tensor]:
+        """Metrics [n] of what `deploy` gives each client, on one split; NaN where a client has no such rows."""
+
+        def run(call: Call, visits: Visits, welcome: dict[str, Any] | None) -> Answer:
+            return self.runtime.evaluate(call, visits, split, welcome)
+
+        answers = self._deployed(algorithm, state, run)
+        self._meter("evaluate", "deploy", "client-server", {}, {}, self.n, answers)
+        return self._scores(answers)
+
+    def score(self, models: Tensor, split: str) -> dict[str, Tensor]:
+        """Metrics [n] of given models [n, d] on one split."""
+        return self._scores(self.runtime.score(models, split))
+
+    def _scores(self, answers: dict[str, Tensor]) -> dict[str, Tensor]:
+        empty = answers["rows"] == 0
+        scores = {
+            name: torch.where(empty, torch.nan, value).squeeze(-1) for name, value in answers.items() if name != "rows"
+        }
+        if self.table is not None and "rmse" in scores:
+            scores["rmse"] = scores["rmse"] * self.table.target_scale
+        return scores
+
+    def personal(self, algorithm: Any, state: State) -> Tensor:
+        """The deployed models [n, d], where the runtime can see them (a real federation cannot)."""
+
+        def run(call: Call, visits: Visits, welcome: dict[str, Any] | None) -> Answer:
+            return self.runtime.run(call, visits, welcome, lasting=False)
+
+        return self._deployed(algorithm, state, run)[""].contiguous()
+
+    def _deployed(
+        self, algorithm: Any, state: State, run: Callable[[Call, Visits, dict[str, Any] | None], Answer]
+    ) -> dict[str, Tensor]:
+        """Run `deploy` everywhere; clients that have not begun do so for this occasion only."""
+        shared, each = algorithm.handout(self, state)
+        begins = hasattr(algorithm, "begin")
+        groups: list[tuple[Tensor | None, dict[str, Any] | None]] = [(None, None)]
+        if begins and not self._all_begun:
+            welcome = arguments(algorithm.begin, state)
+            groups = [(self.everyone[self.begun], None), (self.everyone[~self.begun], welcome)]
+            groups = [(ids, start) for ids, start in groups if ids is not None and len(ids)]
+        answers: dict[str, Tensor] = {}
+        for ids, start in groups:
+            rows = each if ids is None else {name: value[ids] for name, value in each.items()}
+            call = Call(algorithm, "deploy", self.round, 0, shared, rows)
+            for name, value in run(call, Visits(ids), start).named.items():
+                if ids is None:
+                    answers[name] = value
+                else:
+                    answers.setdefault(name, value.new_empty((self.n, *value.shape[1:])))[ids] = value
+        return answers
+
+    def _call(
+        self, algorithm: Any, phase: str, ids: Tensor | None, shared: dict[str, Any], each: dict[str, Tensor], link: str
+    ) -> Replies:
+        asked = self.everyone if ids is None else ids
+        visits = Visits(ids, occurrences(ids))
+        call = Call(algorithm, phase, self.round, self._calls, shared, each)
+        self._calls += 1
+        answer = self.runtime.run(call, visits) if len(asked) else Answer({})
+        kind = "setup" if self.round == 0 or phase == "begin" else "train"
+        self._meter(kind, phase, link, shared, each, len(asked), answer.named)
+        named = answer.named
+        if answer.good is not None:
+            self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
+            asked = asked[answer.good]
+            named = {name: value[answer.good] for name, value in named.items()}
+        return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+
+    def _meter(
+        self,
+        kind: str,
+        phase: str,
+        link: str,
+        shared: dict[str, Any],
+        each: dict[str, Tensor],
+        visited: int,
+        named: dict[str, Tensor],
+    ) -> None:
+        floats, size = 0, 0
+        for value in shared.values():
+            floats += value.numel() if isinstance(value, Tensor) else 1
+            size += value.numel() * value.element_size() if isinstance(value, Tensor) else 8
+        floats, size = floats * visited, size * visited
+        for value in each.values():
+            floats += value.numel()
+            size += value.numel() * value.element_size()
+        up_floats = sum(value.numel() for value in named.values())
+        up_bytes = sum(value.numel() * value.element_size() for value in named.values())
+        down = (visited if floats else 0, floats, size)
+        self.ledger.add(
+            Entry(self.round, kind, phase, link), down, (visited if up_floats else 0, up_floats, up_bytes)
+        )
+
+    def _check_rows(self, phase: str, ids: Tensor | None, each: dict[str, Tensor]) -> None:
+        count = self.n if ids is None else len(ids)
+        for name, value in each.items():
+            if len(value) != count:
+                raise SettingError(f"map({phase}): {name!r} has {len(value)} rows for {count} visits")
+
+    def _drop(self, ids: Tensor | None, each: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Simulated dropout: a client is away for a whole call, decided by the hash."""
+        if self.dropout == 0.0:
+            return ids, each
+        asked = self.everyone if ids is None else ids
+        base = randomness.key(self.seed, "dropout", self.round, self._calls).to(asked.device)
+        keys = randomness.fold(base, asked)
+        assert isinstance(keys, Tensor)
+        here = randomness.uniform(keys) >= self.dropout
+        return asked[here], {name: value[here] for name, value in each.items()}
+
+    def _welcome(self, algorithm: Any, ids: Tensor | None) -> None:
+        """Let clients that are visited for the first time begin, from the state of this round."""
+        assert self._state is not None
+        asked = self.everyone if ids is None else ids.unique()
+        new = asked[~self.begun[asked]]
+        if len(new):
+            self._mark_begun(new)
+            whole = None if len(new) == self.n else new
+            self._call(
+                algorithm, "begin", whole, arguments(algorithm.begin, self._state), {}, "client-server"
+            )
+
+    def _mark_begun(self, ids: Tensor | None) -> None:
+        self.begun[self.everyone if ids is None else ids] = True
+        self._all_begun = bool(self.begun.all())
+
+    def restore_begun(self, begun: Tensor) -> None:
+        """Who had begun when a checkpoint was written."""
+        self.begun, self._all_begun = begun, bool(begun.all())
+
+    def enter_round(self, t: int, state: State | None) -> None:
+        """Called by the training loop before each round: sets the coordinates of all draws."""
+        self.round, self._calls, self._state = t, 0, state
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[1:]
+
+
+def arguments(method: Callable[..., Any], state: State) -> dict[str, Any]:
+    """The state fields that a phase takes, by name (its first parameter is the client)."""
+    names = _parameters(method.__func__)[1:]  # type: ignore[attr-defined]
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise SettingError(f"{method.__qualname__} asks for {missing}, which {state} does not have")
+    return {name: getattr(state, name) for name in names}
+
+
+def occurrences(ids: Tensor | None) -> Tensor | None:
+    """For ids that repeat, how often each was seen before; None when all differ."""
+    if ids is None or len(ids) < 2:
+        return None
+    ordered, order = ids.sort(stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    if first.all():
+        return None
+    place = torch.arange(len(ids), device=ids.device)
+    group_start = torch.where(first, place, 0).cummax(0).values
+    return torch.empty_like(ids).index_copy_(0, order, place - group_start)
+
+
+def encode_clusters(labels: Sequence[Any] | Tensor | None) -> tuple[Tensor | None, list[str] | None]:
+    """Cluster labels of any kind as 0..K-1 and their names in sorted order."""
+    if labels is None:
+        return None, None
+    values = labels.tolist() if isinstance(labels, Tensor) or hasattr(labels, "tolist") else list(labels)
+    if any(value is None for value in values):
+        raise DataError(f"client {values.index(None)} has no cluster; give every client one")
+    known = sorted(set(values))
+    code = {value: k for k, value in enumerate(known)}
+    return torch.tensor([code[value] for value in values]), [str(value) for value in known]

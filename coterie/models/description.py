@@ -1,0 +1,25 @@
+"""From the JSON description of a model back to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from coterie.errors import SettingError, nearest
+from coterie.models.base import Model
+from coterie.models.glm import Logistic, Softmax
+from coterie.models.linear import Linear
+
+_KINDS: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
+
+
+def from_description(description: dict[str, Any]) -> Model:
+    """The model that `describe()` described."""
+    settings = dict(description)
+    name = settings.pop("model", None)
+    if name not in _KINDS:
+        raise SettingError(f"There is no model {name!r} to load.{nearest(str(name), _KINDS)}")
+    try:
+        return _KINDS[name](**settings)
+    except TypeError as problem:
+        raise SettingError(f"The description of model {name!r} does not fit: {problem}") from problem

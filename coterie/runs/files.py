@@ -1,0 +1,105 @@
+"""Writing that is whole or not at all: a temporary name, flushed, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from coterie.errors import RunError
+
+
+def write_with(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it to the disk, and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist; is {path.parent} a run folder?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise RunError(f"{path} is damaged ({problem})") from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], note: dict[str, Any] | None = None) -> None:
+    """Safetensors with an optional JSON note in its header."""
+    from safetensors.torch import save_file
+
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    metadata = {"note": json.dumps(note)} if note is not None else None
+    write_with(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as stream:
+            note = json.loads((stream.metadata() or {}).get("note", "{}"))
+            return {name: stream.get_tensor(name) for name in stream.keys()}, note  # noqa: SIM118
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist") from None
+    except (SafetensorError, json.JSONDecodeError, OSError) as problem:
+        raise RunError(f"{path} is damaged ({problem})") from None
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_toml(path: Path, tables: dict[str, Any]) -> None:
+    """Plain TOML: values at the top, then one table per nested dict."""
+    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items() if value is not None)]
+    write_text(path, "\n".join(lines).lstrip() + "\n")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise RunError(f"{path}: {problem}") from None
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False)

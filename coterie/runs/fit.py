@@ -1,0 +1,182 @@
+"""The training loop: one for every algorithm, exact when interrupted and resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie.algorithms import Algorithm, make
+from coterie.errors import NobodyAnswered, RunError, SettingError
+from coterie.federation.federation import Federation
+from coterie.runs import checkpoint
+from coterie.runs.checkpoint import Best, Progress
+from coterie.runs.folder import RunFolder
+from coterie.runs.history import History, mean_over_clients
+from coterie.runs.run import Run
+
+CHECKPOINT_SECONDS = 10.0
+CHECKPOINT_SHARE = 0.05  # at most this share of the time goes into checkpoints
+
+Watch = Callable[[int, int], None]
+
+
+def fit(
+    fed: Federation,
+    algorithm: Algorithm | str,
+    rounds: int = 100,
+    out: str | Path | None = None,
+    *,
+    evaluate_every: int | None = None,
+    select: str = "last",
+    checkpoint_every: int | None = None,
+    watch: Watch | None = None,
+) -> Run:
+    """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
+
+    `out` makes a run folder that `resume` can go on from. `evaluate_every` rounds the validation rows (the
+    training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
+    rows are scored once, at the end. `select="best"` deploys the models of the scored round with the lowest
+    mean validation loss instead of the last ones.
+    """
+    algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
+    if rounds < 0:
+        raise SettingError(f"rounds is {rounds}; it must not be negative")
+    if select not in ("last", "best"):
+        raise SettingError(f"select is {select!r}; it is 'last' or 'best'")
+    plan = {
+        "rounds": rounds,
+        "evaluate_every": max(1, rounds // 20) if evaluate_every is None else evaluate_every,
+        "select": select,
+        "checkpoint_every": checkpoint_every or 0,
+    }
+    folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+    fed = fed.fresh()
+    started = time.perf_counter()
+    fed.enter_round(0, None)
+    progress = Progress(0, algorithm.start(fed), History(), Best())
+    _score(fed, algorithm, progress, plan)
+    return _train(fed, algorithm, progress, plan, folder, watch, started)
+
+
+def resume(
+    path: str | Path, fed: Federation | None = None, *, watch: Watch | None = None, anyway: bool = False
+) -> Run:
+    """Go on from the last checkpoint of a run folder; the result has the bytes of an uninterrupted run.
+
+    `fed` must be given for a run that was not made from a table. `anyway` goes on although threads, device,
+    dtype or versions differ from what the run recorded.
+    """
+    folder = RunFolder.open(Path(path))
+    algorithm, plan = folder.algorithm(), folder.plan()
+    fed = (folder.federation() if fed is None else fed).fresh()
+    folder.check_same(fed, anyway)
+    started = time.perf_counter()
+    progress = checkpoint.load(folder.checkpoints, fed)
+    if progress is None:
+        fed.enter_round(0, None)
+        progress = Progress(0, algorithm.start(fed), History(), Best())
+        _score(fed, algorithm, progress, plan)
+    return _train(fed, algorithm, progress, plan, folder, watch, started)
+
+
+def _train(
+    fed: Federation,
+    algorithm: Algorithm,
+    progress: Progress,
+    plan: dict[str, Any],
+    folder: RunFolder | None,
+    watch: Watch | None,
+    started: float,
+) -> Run:
+    rounds, every = plan["rounds"], plan["evaluate_every"]
+    clock = _Clock(plan["checkpoint_every"])
+    for t in range(progress.round + 1, rounds + 1):
+        fed.enter_round(t, progress.state)
+        try:
+            progress.state = algorithm.round(fed, progress.state, t)
+        except NobodyAnswered:
+            progress.lost_rounds += 1
+        progress.round = t
+        if t < rounds and every and t % every == 0:
+            _score(fed, algorithm, progress, plan)
+        if watch is not None:
+            watch(t, rounds)
+        if folder is not None and t < rounds and clock.due(t):
+            checkpoint.save(folder.checkpoints, fed, progress)
+            clock.saved()
+    return _finish(fed, algorithm, progress, plan, folder, started)
+
+
+def _finish(
+    fed: Federation,
+    algorithm: Algorithm,
+    progress: Progress,
+    plan: dict[str, Any],
+    folder: RunFolder | None,
+    started: float,
+) -> Run:
+    """Score the end, once, on the models that are deployed."""
+    t = progress.round
+    fed.enter_round(t, progress.state)
+    if t > 0:
+        _score(fed, algorithm, progress, plan)
+    chosen = progress.best.personal if plan["select"] == "best" else None
+    deployed_round = progress.best.round if chosen is not None else t
+    personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
+    for split in ("train", "test"):
+        if fed.has_rows(split):
+            progress.history.add(deployed_round, split, fed.score(personal, split))
+    run = Run(
+        fed=fed,
+        algorithm=algorithm,
+        personal=personal.cpu(),
+        state=progress.state,
+        history=progress.history,
+        rounds=plan["rounds"],
+        deployed_round=deployed_round,
+        lost_rounds=progress.lost_rounds,
+        seconds=time.perf_counter() - started,
+    )
+    if folder is not None:
+        folder.finish(run)
+        run.folder = folder.path
+    return run
+
+
+def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
+    """Validation metrics of this round; remembers the models if they are the best so far."""
+    if not fed.has_rows("validation"):
+        if plan["select"] == "best":
+            raise RunError("select='best' needs validation rows; give a split with some")
+        if progress.round < plan["rounds"] and plan["evaluate_every"]:
+            progress.history.add(progress.round, "train", fed.evaluate(algorithm, progress.state, "train"))
+        return
+    if progress.round < plan["rounds"] and not plan["evaluate_every"]:
+        return
+    values = fed.evaluate(algorithm, progress.state, "validation")
+    progress.history.add(progress.round, "validation", values)
+    loss = mean_over_clients(values["loss"])
+    if plan["select"] == "best" and loss < progress.best.loss:
+        progress.best = Best(progress.round, loss, fed.personal(algorithm, progress.state))
+
+
+class _Clock:
+    """When to write a checkpoint: every so many rounds if asked, else by time spent."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.wait, self.last = every, CHECKPOINT_SECONDS, time.monotonic()
+
+    def due(self, t: int) -> bool:
+        if self.every:
+            return t % self.every == 0
+        if time.monotonic() - self.last < self.wait:
+            return False
+        self.last = time.monotonic()
+        return True
+
+    def saved(self) -> None:
+        took = time.monotonic() - self.last
+        self.wait = max(CHECKPOINT_SECONDS, took / CHECKPOINT_SHARE)
+

@@ -1,0 +1,153 @@
+"""A run on disk: config.toml, environment.json, metrics.parquet, ledger.parquet, checkpoint/, models/."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import coterie
+from coterie.algorithms import Algorithm, make
+from coterie.errors import RunError
+from coterie.federation.federation import Federation
+from coterie.runs import checkpoint, files
+
+if TYPE_CHECKING:
+    from coterie.runs.run import Run
+
+RESULT = "result.json"
+
+
+class RunFolder:
+    """Where a run keeps its things, and how it is opened again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoint"
+
+    @classmethod
+    def create(cls, path: Path, fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> RunFolder:
+        """A new folder with the settings of a run; an existing run is never overwritten."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(
+                f"{path} exists already. Choose another folder, delete it, or go on with `coterie resume {path}`."
+            )
+        folder = cls(path)
+        config = {
+            "coterie": coterie.__version__,
+            "algorithm": {"name": algorithm.name, **algorithm.settings()},
+            "plan": plan,
+            "federation": {
+                "seed": fed.seed,
+                "clients": fed.n,
+                "parameters": fed.d,
+                "dropout": fed.dropout,
+                "rows_sha256": fingerprint(fed),
+            },
+        }
+        if fed.table is not None:
+            config["data"] = {**fed.table.options, "model": json.dumps(fed.model.describe())}
+        files.write_json(path / "environment.json", environment(fed))
+        files.write_toml(path / "config.toml", config)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "config.toml").exists():
+            raise RunError(f"{path} is not a run folder: it has no config.toml")
+        return cls(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return files.read_toml(self.path / "config.toml")
+
+    def algorithm(self) -> Algorithm:
+        settings = dict(self.config["algorithm"])
+        return make(settings.pop("name"), **settings)
+
+    def plan(self) -> dict[str, Any]:
+        return self.config["plan"]
+
+    def finished(self) -> bool:
+        return (self.path / RESULT).exists()
+
+    def federation(self) -> Federation:
+        """The federation as it was, from the table the run names."""
+        from coterie.data.load import load_table
+        from coterie.models import from_description
+
+        data = self.config.get("data")
+        if data is None:
+            raise RunError(
+                f"{self.path} was not made from a table, so its data must be given again: coterie.resume(path, fed)"
+            )
+        options = {name: value for name, value in data.items() if name != "model"}
+        settings = self.config["federation"]
+        return load_table(
+            **options, model=from_description(json.loads(data["model"])), seed=settings["seed"], dropout=settings["dropout"]
+        )
+
+    def check_same(self, fed: Federation, anyway: bool) -> None:
+        """Refuse to go on with other data, or (unless `anyway`) in another environment."""
+        if self.config["federation"]["rows_sha256"] != fingerprint(fed):
+            raise RunError(f"the data of {self.path} have changed since the run began; start a new run")
+        recorded, now = files.read_json(self.path / "environment.json"), environment(fed)
+        differing = {k: (recorded.get(k), now[k]) for k in EXACT if recorded.get(k) != now[k]}
+        if differing and not anyway:
+            changes = ", ".join(f"{name}: {old} then, {new} now" for name, (old, new) in differing.items())
+            raise RunError(
+                f"{self.path} cannot be resumed bit for bit here ({changes}). Use the same setting, or pass --anyway."
+            )
+
+    def finish(self, run: Run) -> None:
+        """Models, tables and, last, the result that marks the run as complete."""
+        from coterie.runs.predict import save_models
+
+        save_models(self.path / "models", run)
+        try:
+            metrics, ledger = run.metrics, run.ledger
+        except ImportError:  # no polars here: `coterie resume` writes the tables elsewhere
+            progress = checkpoint.Progress(run.rounds, run.state, run.history, checkpoint.Best(), run.lost_rounds)
+            checkpoint.save(self.checkpoints, run.fed, progress)
+            return
+        files.write_with(self.path / "metrics.parquet", metrics.write_parquet)
+        files.write_with(self.path / "ledger.parquet", ledger.write_parquet)
+        files.write_json(
+            self.path / RESULT,
+            {
+                "rounds": run.rounds,
+                "deployed_round": run.deployed_round,
+                "lost_rounds": run.lost_rounds,
+                "left_out": run.left_out,
+                "seconds": round(run.seconds, 3),
+            },
+        )
+
+
+EXACT = ("torch", "threads", "device", "dtype", "stack")
+
+
+def environment(fed: Federation) -> dict[str, Any]:
+    """Versions and machine; the entries named in EXACT decide the last bits of floating-point sums."""
+    return {
+        "coterie": coterie.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": str(fed.device),
+        "dtype": str(fed.dtype),
+        "stack": fed.runtime.stack_size(0),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def fingerprint(fed: Federation) -> str:
+    """Hash of the training rows and who owns them."""
+    digest = hashlib.sha256("\n".join(fed.names).encode())
+    for tensor in fed.runtime.training_tensors():
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

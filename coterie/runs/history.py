@@ -1,0 +1,78 @@
+"""Metrics over rounds: a value per round, split, metric and client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import polars
+
+
+@dataclass
+class History:
+    """Blocks of one value per client; NaN where a client has no rows in a split."""
+
+    blocks: list[tuple[int, str, str, Tensor]] = field(default_factory=list)  # round, split, metric, [n]
+
+    def add(self, t: int, split: str, values: dict[str, Tensor]) -> None:
+        self.blocks += [(t, split, metric, value.cpu().double()) for metric, value in values.items()]
+
+    def last(self, split: str, metric: str) -> Tensor | None:
+        """The newest value [n] of a metric."""
+        for _, block_split, block_metric, value in reversed(self.blocks):
+            if (block_split, block_metric) == (split, metric):
+                return value
+        return None
+
+    def curve(self, split: str, metric: str) -> tuple[list[int], list[float]]:
+        """Rounds and the mean over clients."""
+        points = [(t, float(v.nanmean())) for t, s, m, v in self.blocks if (s, m) == (split, metric)]
+        return [t for t, _ in points], [value for _, value in points]
+
+    def frame(self, names: list[str]) -> polars.DataFrame:
+        """Long table: round, client, split, metric, value. Clients without rows in a split have no line."""
+        import polars
+
+        schema = {
+            "round": polars.Int64,
+            "client": polars.String,
+            "split": polars.String,
+            "metric": polars.String,
+            "value": polars.Float64,
+        }
+        clients = polars.Series("client", names, dtype=polars.String)
+        parts = [
+            polars.DataFrame({"client": clients, "value": polars.Series("value", value.numpy())})
+            .filter(polars.col("value").is_not_nan())
+            .select(
+                polars.lit(t, polars.Int64).alias("round"),
+                "client",
+                polars.lit(split).alias("split"),
+                polars.lit(metric).alias("metric"),
+                "value",
+            )
+            for t, split, metric, value in self.blocks
+        ]
+        return polars.concat(parts) if parts else polars.DataFrame(schema=schema)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"history.{k}": block[3] for k, block in enumerate(self.blocks)}
+
+    def index(self) -> list[list[object]]:
+        return [[t, split, metric] for t, split, metric, _ in self.blocks]
+
+    @classmethod
+    def restore(cls, index: list[list[object]], tensors: dict[str, Tensor]) -> History:
+        blocks = [
+            (int(str(t)), str(split), str(metric), tensors[f"history.{k}"]) for k, (t, split, metric) in enumerate(index)
+        ]
+        return cls(blocks)
+
+
+def mean_over_clients(value: Tensor) -> float:
+    """Mean over the clients that have rows (NaN when none has)."""
+    return float(torch.nanmean(value))

@@ -1,0 +1,123 @@
+"""Saved models and predictions: each row by its client's model, an unknown client by the common one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.data.preprocess import Preprocessor
+from coterie.errors import DataError, RunError, nearest
+from coterie.models.base import Model
+from coterie.runs import files
+
+if TYPE_CHECKING:
+    import polars
+
+    from coterie.runs.run import Run
+
+UNKNOWN = "unknown client: common model"
+
+
+def save_models(folder: Path, run: Run) -> None:
+    """models.safetensors (personal [n, d], common [d]) and model.json (what the numbers mean)."""
+    files.write_tensors(folder / "models.safetensors", {"personal": run.personal, "common": run.common()})
+    table = run.fed.table
+    try:
+        description = run.fed.model.describe()
+    except Exception as problem:  # a user's own module: the numbers are saved, the code is not ours to save
+        description = {"model": "custom", "why": str(problem)}
+    files.write_json(
+        folder / "model.json",
+        {
+            "algorithm": run.algorithm.name,
+            "clients": run.fed.names,
+            "client_column": table.options["client"] if table is not None else None,
+            "model": description,
+            "preprocessor": table.preprocessor.to_json() if table is not None else None,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Everything needed to predict: models by client, the common model, and the encoding of a table."""
+
+    model: Model
+    personal: Tensor
+    common: Tensor
+    clients: list[str]
+    client_column: str
+    preprocessor: Preprocessor
+
+    @classmethod
+    def of(cls, run: Run) -> Predictor:
+        if run.fed.table is None:
+            raise RunError("this run was not made from a table; use run.model(client) on encoded features")
+        table = run.fed.table
+        return cls(
+            run.fed.model, run.personal, run.common(), run.fed.names, table.options["client"], table.preprocessor
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Model | None = None) -> Predictor:
+        """From a run folder; `model` is needed when it was a module of the user's own."""
+        from coterie.models import from_description
+
+        path = Path(folder) / "models"
+        if not (path / "model.json").exists():
+            raise RunError(f"{folder} has no finished models; run `coterie resume {folder}` first")
+        note = files.read_json(path / "model.json")
+        if note["preprocessor"] is None:
+            raise RunError(f"{folder} was not made from a table, so a table cannot be encoded for it")
+        tensors, _ = files.read_tensors(path / "models.safetensors")
+        return cls(
+            model or from_description(note["model"]),
+            tensors["personal"],
+            tensors["common"],
+            note["clients"],
+            note["client_column"],
+            Preprocessor.from_json(note["preprocessor"]),
+        )
+
+    def __call__(self, table: Any) -> polars.DataFrame:
+        """The client column, `prediction`, class probabilities where there are classes, and `warning`."""
+        import polars
+
+        from coterie.data import tables
+
+        frame = tables.read(table)
+        if self.client_column not in frame.columns:
+            hint = nearest(self.client_column, frame.columns)
+            raise DataError(f"{_name(table)}: there is no client column {self.client_column!r}.{hint}")
+        place = {name: k for k, name in enumerate(self.clients)}
+        names = [str(value) for value in frame[self.client_column].to_list()]
+        rows = torch.tensor([place.get(name, -1) for name in names])
+        weights = torch.cat([self.personal, self.common.unsqueeze(0)])[rows]
+        x = self.model.prepare(self.preprocessor.encode(frame).to(weights.dtype))
+        scores = torch.cat(
+            [self.model.scores(w, part.unsqueeze(1)).squeeze(1) for w, part in zip(weights.split(4096), x.split(4096), strict=True)]
+        )
+        columns = {self.client_column: frame[self.client_column], **self._outputs(scores)}
+        warning = [None if row >= 0 else UNKNOWN for row in rows.tolist()]
+        return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
+
+    def _outputs(self, scores: Tensor) -> dict[str, Any]:
+        if self.model.task == "regression":
+            return {"prediction": self.preprocessor.decode(scores.squeeze(-1))}
+        if self.model.task == "binary":
+            one = torch.sigmoid(scores.squeeze(-1))
+            probabilities = torch.stack([1 - one, one], -1)
+        else:
+            probabilities = torch.softmax(scores, -1)
+        columns: dict[str, Any] = {"prediction": self.preprocessor.decode(probabilities.argmax(-1))}
+        for k, name in enumerate(self.preprocessor.spec.classes):
+            columns[f"probability_{name}"] = probabilities[:, k].numpy()
+        return columns
+
+
+def _name(table: Any) -> str:
+    return str(table) if isinstance(table, str | Path) else "the table"

@@ -1,0 +1,250 @@
+"""Clients that live in one place: their rows, their kept state, and the running of phases on them.
+
+The local runtime holds one shard with everybody; a node of a real federation holds a shard with its own
+clients. Either runs them stacked (one tensor operation for all) or one by one, which is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.data.rows import Rows
+from coterie.errors import CoterieError
+from coterie.federation import randomness
+from coterie.federation.client import Client, all_finite, as_reply
+from coterie.models.base import Model
+from coterie.models.metrics import metrics
+from coterie.runtime.store import Store
+
+STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
+STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a phase: what to run, when, and what was sent. Tensors in `each` have a row per visit."""
+
+    algorithm: Any
+    phase: str
+    round: int
+    call: int
+    shared: dict[str, Any]
+    each: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Who is visited: positions in the shard (None: everybody, once), and which visit of the call it is."""
+
+    at: Tensor | None
+    nth: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Named values with a row per visit, and which visits were good (None: all)."""
+
+    named: dict[str, Tensor]
+    good: Tensor | None = None
+
+
+class Shard:
+    """Rows, kept state and model of some clients."""
+
+    def __init__(
+        self,
+        splits: dict[str, Rows],
+        model: Model,
+        seed: int,
+        dtype: torch.dtype,
+        clusters: Tensor | None = None,
+        ids: Tensor | None = None,
+        loop: bool = False,
+    ) -> None:
+        self.splits, self.model, self.seed, self.dtype, self.loop = splits, model, seed, dtype, loop
+        self.train = splits["train"]
+        self.clusters = clusters
+        self.device = self.train.x.device
+        self.ids = torch.arange(len(self.train), device=self.device) if ids is None else ids
+        self.initial = model.initial(seed, dtype, self.device)
+        self.store = Store(len(self.train))
+        self._statistics: Any = None
+
+    def fresh(self, seed: int | None = None) -> Shard:
+        """The same clients with nothing kept; shares rows and statistics."""
+        shard = Shard(
+            self.splits, self.model, self.seed if seed is None else seed, self.dtype, self.clusters, self.ids, self.loop
+        )
+        shard._statistics = self._statistics
+        return shard
+
+    def score(self, weights: Tensor, split: str) -> dict[str, Tensor]:
+        """Metrics of given models [n, d] on one split."""
+        return metrics(self.model, weights, self.splits[split], None)
+
+    def training_tensors(self) -> tuple[Tensor, ...]:
+        """What identifies the data of a run."""
+        return self.train.x, self.train.y, self.train.size
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """What the clients keep, for a checkpoint."""
+        return self.store.snapshot()
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.store.restore(tensors)
+
+    def statistics(self, at: Tensor | None) -> Any:
+        """Sufficient statistics of the clients at these positions, where the model has them and they pay."""
+        if self._statistics is None:
+            self._statistics = self._make_statistics() if self._statistics_pay() else False
+        if self._statistics is False:
+            return None
+        if at is None:
+            return self._statistics
+        return tuple(part[at] for part in self._statistics)
+
+    def run(
+        self,
+        call: Call,
+        visits: Visits,
+        welcome: dict[str, Any] | None = None,
+        lasting: bool = True,
+        then: Callable[[Client, Tensor], Any] | None = None,
+    ) -> Answer:
+        """Run a phase for these visits and keep what it kept.
+
+        `welcome` are the arguments of `begin` for clients that have not begun; `lasting=False` discards what
+        is kept; `then` turns what the phase returned into the answer.
+        """
+        phase = getattr(call.algorithm, call.phase)
+        parts, goods = [], []
+        for at, client, rows in self._stacks(call, visits):
+            if welcome is not None:
+                call.algorithm.begin(client, **self._received(welcome, {}, client, rows))
+            reply = phase(client, **self._received(call.shared, call.each, client, rows))
+            named = as_reply(reply if then is None else then(client, reply), call.phase)
+            good = self._good(named, client, call.phase)
+            if lasting and visits.nth is not None and client.keep.__dict__["_written"]:
+                raise CoterieError(f"phase {call.phase!r} keeps state but visits a client more than once in one call")
+            if lasting:
+                self._commit(client, at, good)
+            parts.append(named)
+            goods.append(good)
+        return self._join(parts, goods)
+
+    def evaluate(self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None) -> Answer:
+        """Metrics of the deployed models on one split; nothing is kept."""
+
+        def score(client: Client, weights: Tensor) -> dict[str, Tensor]:
+            return metrics(self.model, weights, self.splits[split], client._at)
+
+        return self.run(call, visits, welcome, lasting=False, then=score)
+
+    def _stacks(self, call: Call, visits: Visits) -> Iterator[tuple[Tensor | None, Client, slice | int]]:
+        """The visits as stacks that fit into memory, or one by one."""
+        base = randomness.key(self.seed, call.phase, call.round, call.call).to(self.device)
+        ids = self.ids if visits.at is None else self.ids[visits.at]
+        keys = randomness.fold(base, ids)
+        if visits.nth is not None:
+            keys = randomness.fold(keys, visits.nth)
+        assert isinstance(keys, Tensor)
+        batch = call.algorithm.batch
+        if self.loop:
+            for k in range(len(ids)):
+                at = torch.tensor(k, device=self.device) if visits.at is None else visits.at[k]
+                yield at, Client(self, at, keys[k], batch), k
+            return
+        step = self.stack_size(batch)
+        if len(ids) <= step:
+            yield visits.at, Client(self, visits.at, keys, batch), slice(None)
+            return
+        everyone = torch.arange(len(ids), device=self.device) if visits.at is None else visits.at
+        for first in range(0, len(ids), step):
+            rows = slice(first, first + step)
+            yield everyone[rows], Client(self, everyone[rows], keys[rows], batch), rows
+
+    def stack_size(self, batch: int) -> int:
+        """How many clients are stacked at once."""
+        row = max(1, self.train.x[0].numel()) if len(self.train.x) else 1
+        return max(1, STACK_ELEMENTS // (4 * self.model.d + batch * row))
+
+    def _received(
+        self, shared: dict[str, Any], each: dict[str, Tensor], client: Client, rows: slice | int
+    ) -> dict[str, Any]:
+        lead = client._keys.shape
+        received = {
+            name: value.expand(*lead, *value.shape) if isinstance(value, Tensor) else value
+            for name, value in shared.items()
+        }
+        for name, value in each.items():
+            received[name] = value[rows]
+        return received
+
+    def _good(self, named: dict[str, Tensor], client: Client, phase: str) -> Tensor | None:
+        """Which clients of the stack answered with finite numbers (None: all)."""
+        written: dict[str, Tensor] = client.keep.__dict__["_written"]
+        lead = client._keys.shape
+        for name, value in {**named, **written}.items():
+            if value.shape[: len(lead)] != lead:
+                raise CoterieError(
+                    f"phase {phase!r}: value {name!r} has shape {tuple(value.shape)}, which does not start with the "
+                    f"client axis {tuple(lead)}. Write phases for the last axis and keep the axes before it."
+                )
+        values = [*named.values(), *written.values()]
+        if all_finite(values):
+            return None
+        good = torch.ones(lead, dtype=torch.bool, device=self.device)
+        for value in values:
+            if value.is_floating_point():
+                good &= torch.isfinite(value).reshape(*lead, -1).all(-1)
+        return good
+
+    def _commit(self, client: Client, at: Tensor | None, good: Tensor | None) -> None:
+        for name, value in client.keep.__dict__["_written"].items():
+            if good is None:
+                self.store.write(name, at, value)
+            elif good.any():
+                everyone = torch.arange(len(self.train), device=self.device) if at is None else at
+                if good.dim() == 0:
+                    self.store.write(name, everyone, value)
+                else:
+                    self.store.write(name, everyone[good], value[good])
+
+    def _join(self, parts: list[dict[str, Tensor]], goods: list[Tensor | None]) -> Answer:
+        if not self.loop and len(parts) == 1:
+            return Answer(parts[0], goods[0])
+        if not parts:
+            return Answer({})
+        join = torch.stack if self.loop else torch.cat
+        named = {name: join([part[name] for part in parts]) for name in parts[0]}
+        if all(good is None for good in goods):
+            return Answer(named)
+        length = 1 if self.loop else None
+        filled = []
+        for part, good in zip(parts, goods, strict=True):
+            count = length or len(next(iter(part.values()), torch.empty(0)))
+            filled.append(torch.ones(count, dtype=torch.bool, device=self.device) if good is None else good.reshape(-1))
+        return Answer(named, torch.cat(filled))
+
+    def _statistics_pay(self) -> bool:
+        if not hasattr(self.model, "statistics") or self.loop and len(self.train) > 10_000:
+            return False
+        d, clients, rows = self.model.d, len(self.train), len(self.train.x)
+        return clients * d * d <= STATISTICS_ELEMENTS and clients * d <= 4 * rows
+
+    def _make_statistics(self) -> tuple[Tensor, ...]:
+        everyone = Client(self, None, self.ids, 0)
+        d = self.model.d
+        parts = [
+            torch.zeros(len(self.train), *shape, dtype=self.dtype, device=self.device) for shape in ((d, d), (d,), (1,))
+        ]
+        for place, batch in self.train.full(None):
+            weight = everyone._group_weight(batch, place, self.train)
+            for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
+                whole[slice(None) if place is None else place] = part
+        return tuple(parts)

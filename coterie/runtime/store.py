@@ -1,0 +1,95 @@
+"""What clients keep between rounds: named rows, held only for clients that have been visited."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Column:
+    """Rows of one kept value. Slots are given on first write, so memory follows the visited clients."""
+
+    def __init__(self, clients: int, like: Tensor) -> None:
+        self.slot = torch.full((clients,), -1, dtype=torch.long, device=like.device)
+        self.rows = like.new_zeros((0, *like.shape))
+        self.used = 0
+        self._everyone_in_order = False  # slot[i] == i for all clients: no gather, no scatter
+        self._lent = False  # somebody else may hold `rows`: copy before changing it in place
+
+    @classmethod
+    def restore(cls, slot: Tensor, rows: Tensor) -> Column:
+        """A column from a checkpoint."""
+        column = cls(len(slot), rows[0])
+        column.slot, column.rows, column.used = slot, rows, len(rows)
+        column._everyone_in_order = torch.equal(slot, torch.arange(len(slot), device=slot.device))
+        return column
+
+    def read(self, at: Tensor | None) -> Tensor:
+        """Rows of the clients at these positions (None: all); KeyError if one has none."""
+        if at is None and self._everyone_in_order:
+            self._lent = True
+            return self.rows
+        slots = self.slot if at is None else self.slot[at]
+        if (slots < 0).any():
+            raise KeyError
+        return self.rows.index_select(0, slots.reshape(-1)).view(*slots.shape, *self.rows.shape[1:])
+
+    def write(self, at: Tensor | None, values: Tensor) -> None:
+        """Replace the rows of the clients at these positions (None: all)."""
+        if at is None and (self._everyone_in_order or self.used == 0):
+            self.rows, self._lent = values.contiguous(), True
+            if self.used == 0:
+                self.used, self._everyone_in_order = len(self.slot), True
+                self.slot = torch.arange(self.used, device=self.slot.device)
+            return
+        at = torch.arange(len(self.slot), device=self.slot.device) if at is None else at.reshape(-1)
+        fresh = at[self.slot[at] < 0]
+        if len(fresh):
+            self._grow(fresh)
+        if self._lent:
+            self.rows, self._lent = self.rows.clone(), False
+        self.rows.index_copy_(0, self.slot[at], values.reshape(len(at), *self.rows.shape[1:]))
+
+    def _grow(self, fresh: Tensor) -> None:
+        needed = self.used + len(fresh)
+        if needed > len(self.rows):
+            room = min(len(self.slot), max(needed, 2 * len(self.rows)))
+            rows = self.rows.new_zeros((room, *self.rows.shape[1:]))
+            rows[: self.used] = self.rows[: self.used]
+            self.rows, self._lent = rows, False
+        self.slot[fresh] = torch.arange(self.used, needed, device=self.slot.device)
+        self.used = needed
+
+
+class Store:
+    """All kept values of the clients in one place, by name."""
+
+    def __init__(self, clients: int) -> None:
+        self.clients = clients
+        self.columns: dict[str, Column] = {}
+
+    def read(self, name: str, at: Tensor | None) -> Tensor:
+        if name not in self.columns:
+            raise KeyError
+        return self.columns[name].read(at)
+
+    def write(self, name: str, at: Tensor | None, values: Tensor) -> None:
+        if name not in self.columns:
+            like = values if at is not None and at.dim() == 0 else values[0]
+            self.columns[name] = Column(self.clients, like)
+        self.columns[name].write(at, values)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Tensors for a checkpoint: `name.slot` and `name.rows`."""
+        tensors = {}
+        for name, column in self.columns.items():
+            tensors[f"{name}.slot"] = column.slot
+            tensors[f"{name}.rows"] = column.rows[: column.used]
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.columns = {
+            name.removesuffix(".slot"): Column.restore(slot, tensors[name.removesuffix(".slot") + ".rows"])
+            for name, slot in tensors.items()
+            if name.endswith(".slot")
+        }
