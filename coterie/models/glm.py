@@ -1,0 +1,312 @@
+"""Generalised linear models with gradients in closed form.
+
+One flat vector `w` holds the weights [outputs, columns] row by row, as nn.Linear does; columns are
+the features and, with an intercept, a last column of ones. Scores are kept as [..., outputs, B]
+inside: with that layout both products of a gradient run at full speed on a stack of clients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coterie.errors import CoterieError, DataError, SettingError
+from coterie.models.base import Model, dot
+from coterie.models.predictor import LinearPredictor
+from coterie.models.solve import Solution, lbfgs, newton
+from coterie.models.targets import count_classes
+
+_NEWTON_LIMIT = 512
+_HESSIAN_NUMBERS = 2**25
+
+
+@dataclass(frozen=True)
+class Glm(Model):
+    """sum_b weight_b loss(x_b'w, y_b) + l2/2 |w|^2, the intercept not penalised."""
+
+    l2: float = 0.0
+    intercept: bool = False
+    reduction: str = "mean"
+    features: int | None = None
+
+    name: ClassVar[str]
+    curvature: ClassVar[float]
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.l2) and self.l2 >= 0):
+            raise SettingError(f"l2={self.l2} is outside its range: give a finite number, 0 or more.")
+        if self.reduction not in ("mean", "sum"):
+            raise SettingError(f"reduction={self.reduction!r} is unknown: choose 'mean' or 'sum'.")
+
+    @property
+    def outputs(self) -> int:
+        """Scores per row."""
+        return 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the prepared inputs."""
+        if self.features is None:
+            raise SettingError(f"{self.name}() does not know its inputs yet; call fit_to(x, y) first.")
+        return self.features + self.intercept
+
+    @property
+    def d(self) -> int:
+        return self.outputs * self.columns
+
+    def fit_to(self, x: Tensor, y: Tensor) -> Self:
+        if x.dim() < 2:
+            raise DataError(f"The inputs have shape {tuple(x.shape)}; give [rows, features].")
+        if x.shape[0] != y.shape[0]:
+            raise DataError(f"There are {x.shape[0]} rows of inputs but {y.shape[0]} targets.")
+        features = math.prod(x.shape[1:])
+        if self.features not in (None, features):
+            raise DataError(f"The model expects {self.features} features; these rows have {features}.")
+        return replace(self, features=features)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Raw rows [n, *features] as [n, columns]."""
+        x = x.flatten(1)
+        return torch.cat([x, torch.ones_like(x[:, :1])], 1) if self.intercept else x
+
+    def loss(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        value = dot(self._row_losses(self._table(w) @ x.mT, y), weight)
+        if self.l2:
+            value += (0.5 * self.l2) * self._penalised(w).square().sum((-2, -1)).unsqueeze(-1)
+        return value
+
+    def grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        table = self._table(w)
+        gradient = self._residuals(table @ x.mT, y).mul_(weight.unsqueeze(-2)) @ x
+        if self.l2:
+            self._penalised(gradient.flatten(-2)).add_(self._penalised(w), alpha=self.l2)
+        return gradient.flatten(-2)
+
+    def scores(self, w: Tensor, x: Tensor) -> Tensor:
+        return (self._table(w) @ x.mT).mT
+
+    def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """curvature * lambda_max(X' diag(weight) X) + l2."""
+        return (self.curvature * gram_eigenvalues(x, weight)[..., -1:] + self.l2).to(w.dtype)
+
+    def convexity(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return torch.full_like(weight[..., :1], 0.0 if self.intercept else self.l2, dtype=w.dtype)
+
+    def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Second derivative of `loss`, [..., d, d]."""
+        raise NotImplementedError
+
+    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
+        """Newton (L-BFGS beyond 512 parameters) in float64; an error where no minimiser exists.
+
+        The tolerance is raised to the rounding error of the gradient where it lies below that.
+        """
+        lead = w.shape[:-1]
+        rows = (x.double(), y.double(), weight.double())
+        start = w.double().reshape(-1, self.d)
+        data = tuple(part.reshape(-1, *part.shape[len(lead) :]) for part in rows)
+        if self.intercept and pull == 0:
+            self._check_classes_present(data[1], data[2])
+        size = max(1, _HESSIAN_NUMBERS // (self.d * max(self.d, x.shape[-2])))
+        parts = []
+        for at in range(0, start.shape[0], size):
+            x, y, weight = (part[at : at + size] for part in data)
+            parts.append(self._solve_part(start[at : at + size], x, y, weight, tol, pull, first=at))
+        return torch.cat(parts).reshape(*lead, self.d).to(w.dtype)
+
+    def module(self, w: Tensor) -> nn.Module:
+        table = self._table(w.detach())
+        bias = table[:, -1] if self.intercept else None
+        return LinearPredictor(table[:, : self.features], bias, self.task)
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.name, **asdict(self)}
+
+    def _table(self, w: Tensor) -> Tensor:
+        """The weights as [..., outputs, columns]."""
+        return w.unflatten(-1, (self.outputs, self.columns))
+
+    def _penalised(self, w: Tensor) -> Tensor:
+        """The part of the table that l2 acts on."""
+        return self._table(w)[..., : self.features]
+
+    def _penalty_diagonal(self, like: Tensor) -> Tensor:
+        diagonal = torch.zeros(self.d, dtype=like.dtype, device=like.device)
+        self._penalised(diagonal).fill_(self.l2)
+        return diagonal
+
+    def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
+        """Losses [..., B] of scores [..., outputs, B]."""
+        raise NotImplementedError
+
+    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+        """Derivatives of the row losses in the scores; a new tensor [..., outputs, B]."""
+        raise NotImplementedError
+
+    def _solve_part(
+        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float, first: int
+    ) -> Tensor:
+        """Solve a stack [k, d] that fits in memory; `first` is the number of its first client."""
+
+        def loss(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+            return self.loss(w, *rows) + 0.5 * pull * (w - centre).square().sum(-1, keepdim=True)
+
+        def grad(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+            return self.grad(w, *rows) + pull * (w - centre)
+
+        def hessian(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+            matrix = self.hessian(w, *rows)
+            matrix.diagonal(dim1=-2, dim2=-1).add_(pull)
+            return matrix
+
+        def reach(step: Tensor, centre: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            change = (self._table(step) @ x.mT).abs() * (weight > 0).unsqueeze(-2)
+            return change.amax((-2, -1)).unsqueeze(-1)
+
+        rounding = 8 * torch.finfo(w.dtype).eps * dot(weight, torch.linalg.vector_norm(x, dim=-1))
+        limit = rounding.clamp_min(tol)
+        data = (w, x, y, weight)
+        endless = self.l2 == 0 and pull == 0
+        if self.d <= _NEWTON_LIMIT:
+            solution = newton(loss, grad, hessian, w, data, limit, reach if endless else None)
+            bad = ~solution.converged
+        else:
+            solution = lbfgs(loss, grad, w, data, limit)
+            bad = ~solution.converged
+            if endless:
+                bad |= self._separated(solution.w, x, y, weight)
+        if bool(bad.any()):
+            raise CoterieError(self._explain(solution, bad, first, endless, tol))
+        return solution.w
+
+    def _explain(self, solution: Solution, bad: Tensor, first: int, endless: bool, tol: float) -> str:
+        clients = [first + int(i) for i in bad.nonzero().squeeze(-1)]
+        who = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+        if endless:
+            return (
+                f"{self.name}: the loss of client(s) {who} of the stack has no minimiser: a plane separates "
+                f"their classes, so the weights grow without end. Set l2 > 0, for instance l2=1e-4."
+            )
+        worst = float(solution.gradient[bad].max())
+        return (
+            f"{self.name}: client(s) {who} of the stack stopped at gradient norm {worst:.1e}, "
+            f"above tol={tol:g}. Allow a larger tol, set a larger l2, or standardise the inputs."
+        )
+
+    def _separated(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Whether every row is on the right side, which proves that no minimiser exists, [k]."""
+        right = self._row_losses(self._table(w) @ x.mT, y) < math.log(2) * 0.999
+        return (right | (weight == 0)).all(-1)
+
+    def _check_classes_present(self, y: Tensor, weight: Tensor) -> None:
+        """A free intercept runs off to infinity for a class that a client never sees."""
+        seen = torch.stack([((y == c) & (weight > 0)).any(-1) for c in range(max(2, self.outputs))], -1)
+        if not bool(seen.all()):
+            client, label = (int(i) for i in (~seen).nonzero()[0])
+            raise CoterieError(
+                f"{self.name}: client {client} of the stack has no row of class {label}, so its best "
+                "intercept is infinite. Use intercept=False together with l2 > 0, or leave that client out."
+            )
+
+
+@dataclass(frozen=True)
+class Logistic(Glm):
+    """Log-loss log(1 + exp(z)) - y z with z = x'w and labels 0 or 1."""
+
+    name: ClassVar[str] = "logistic"
+    curvature: ClassVar[float] = 0.25
+
+    @property
+    def task(self) -> str:
+        return "binary"
+
+    def fit_to(self, x: Tensor, y: Tensor) -> Self:
+        found = count_classes(y)
+        if found > 2:
+            raise DataError(
+                f"logistic() tells two classes apart, labelled 0 and 1; label {found - 1} was found. "
+                "Use models.softmax() for more classes."
+            )
+        return super().fit_to(x, y)
+
+    def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        likely = torch.sigmoid(self._table(w) @ x.mT)
+        matrix = (x.mT * (likely * (1 - likely) * weight.unsqueeze(-2))) @ x
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self._penalty_diagonal(w))
+        return matrix
+
+    def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
+        z = scores.squeeze(-2)
+        return functional.softplus(z, threshold=50.0) - y.to(z.dtype) * z
+
+    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+        return torch.sigmoid(scores).sub_(y.unsqueeze(-2))
+
+
+@dataclass(frozen=True)
+class Softmax(Glm):
+    """Cross-entropy log sum_c exp(z_c) - z_y with z = W x and labels 0..C-1."""
+
+    classes: int | None = None
+
+    name: ClassVar[str] = "softmax"
+    curvature: ClassVar[float] = 0.5
+
+    @property
+    def outputs(self) -> int:
+        if self.classes is None:
+            raise SettingError("softmax() does not know its classes yet; call fit_to(x, y) first.")
+        return self.classes
+
+    @property
+    def task(self) -> str:
+        return "multiclass"
+
+    def fit_to(self, x: Tensor, y: Tensor) -> Self:
+        return replace(super().fit_to(x, y), classes=max(2, count_classes(y, self.classes)))
+
+    def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        likely = torch.softmax(self._table(w) @ x.mT, -2)
+        weighted = likely * weight.unsqueeze(-2)
+        mixed = (likely.mT.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+        matrix = -(mixed * weight.unsqueeze(-1)).mT @ mixed
+        blocks = matrix.unflatten(-1, (self.outputs, self.columns)).unflatten(
+            -3, (self.outputs, self.columns)
+        )
+        for c in range(self.outputs):
+            blocks[..., c, :, c, :] += (x.mT * weighted[..., c : c + 1, :]) @ x
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self._penalty_diagonal(w))
+        return matrix
+
+    def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
+        chosen = scores.gather(-2, y.long().unsqueeze(-2)).squeeze(-2)
+        return torch.logsumexp(scores, -2) - chosen
+
+    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+        residuals = torch.softmax(scores, -2)
+        hit = y.long().unsqueeze(-2)
+        return residuals.scatter_add_(-2, hit, residuals.new_full((), -1.0).expand(hit.shape))
+
+
+def logistic(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") -> Logistic:
+    """Logistic regression for labels 0 and 1."""
+    return Logistic(l2, intercept, reduction)
+
+
+def softmax(
+    l2: float = 0.0, intercept: bool = False, reduction: str = "mean", classes: int | None = None
+) -> Softmax:
+    """Multinomial logistic regression for labels 0..C-1; `classes` where not every label occurs."""
+    return Softmax(l2, intercept, reduction, classes=classes)
+
+
+def gram_eigenvalues(x: Tensor, weight: Tensor) -> Tensor:
+    """Eigenvalues, ascending, of the smaller of X'DX [..., d] and DXX'D [..., B], in float64."""
+    rooted = x.double() * weight.double().sqrt().unsqueeze(-1)
+    small = rooted.mT @ rooted if x.shape[-1] <= x.shape[-2] else rooted @ rooted.mT
+    return torch.linalg.eigvalsh(small)

@@ -1,0 +1,112 @@
+"""Least squares, from the rows or from their sufficient statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from coterie.models.base import dot
+from coterie.models.glm import Glm, gram_eigenvalues
+from coterie.models.targets import check_column
+
+Statistics = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Linear(Glm):
+    """Squared error 1/2 (x'w - y)^2; with statistics A, b, c the loss is 1/2 w'Aw - b'w + c."""
+
+    name: ClassVar[str] = "linear"
+    curvature: ClassVar[float] = 1.0
+
+    @property
+    def task(self) -> str:
+        return "regression"
+
+    def fit_to(self, x: Tensor, y: Tensor) -> Self:
+        check_column(y)
+        return super().fit_to(x, y)
+
+    def statistics(self, x: Tensor, y: Tensor, weight: Tensor) -> Statistics:
+        """A = X'DX + l2 [..., d, d], b = X'Dy [..., d], c = y'Dy / 2 [..., 1], with D = diag(weight)."""
+        rooted = x * weight.sqrt().unsqueeze(-1)
+        matrix = rooted.mT @ rooted
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self._penalty_diagonal(matrix))
+        weighted = weight * y
+        return matrix, _times(weighted, x.mT), 0.5 * dot(weighted, y)
+
+    def loss_from(self, stats: Statistics, w: Tensor) -> Tensor:
+        """1/2 w'Aw - b'w + c, [..., 1]."""
+        matrix, b, c = stats
+        return dot(w, 0.5 * _times(w, matrix) - b) + c
+
+    def grad_from(self, stats: Statistics, w: Tensor) -> Tensor:
+        """A w - b, [..., d]."""
+        return _times(w, stats[0]).sub_(stats[1])
+
+    def solve_from(self, stats: Statistics, w: Tensor, pull: float = 0.0) -> Tensor:
+        """w + (A + pull)^+ (b - A w): the minimiser of loss + pull/2 |. - w|^2 nearest to w."""
+        matrix, b = stats[0].double(), stats[1].double()
+        gap = b - _times(w.double(), matrix)
+        matrix = matrix + pull * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        inverse = _inverse(matrix, definite=pull > 0 or (self.l2 > 0 and not self.intercept))
+        step = inverse(gap)
+        return (w + step + inverse(gap - _times(step, matrix))).to(w.dtype)
+
+    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
+        """Exact in float64, whatever `tol`; without a unique minimiser the one nearest to w."""
+        return self.solve_from(self.statistics(x.double(), y.double(), weight.double()), w, pull)
+
+    def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return self.statistics(x, y, weight)[0]
+
+    def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """lambda_max of the Hessian."""
+        return self._eigenvalues(x, y, weight)[..., -1:].to(w.dtype)
+
+    def convexity(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """lambda_min of the Hessian."""
+        if x.shape[-2] < x.shape[-1] and self._evenly_penalised:
+            return torch.full_like(weight[..., :1], self.l2, dtype=w.dtype)
+        return self._eigenvalues(x, y, weight)[..., :1].clamp_min(0.0).to(w.dtype)
+
+    @property
+    def _evenly_penalised(self) -> bool:
+        return self.l2 == 0 or not self.intercept
+
+    def _eigenvalues(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        if self._evenly_penalised:
+            return gram_eigenvalues(x, weight) + self.l2
+        return torch.linalg.eigvalsh(self.statistics(x.double(), y.double(), weight.double())[0])
+
+    def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * (scores.squeeze(-2) - y.to(scores.dtype)).square()
+
+    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+        return scores.sub_(y.unsqueeze(-2))
+
+
+def linear(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") -> Linear:
+    """Least squares for numeric targets."""
+    return Linear(l2, intercept, reduction)
+
+
+def _inverse(matrix: Tensor, definite: bool) -> Callable[[Tensor], Tensor]:
+    """Multiplication by the pseudo-inverse of symmetric M [..., d, d]; by Cholesky where M is definite."""
+    if definite:
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        if not bool(info.any()):
+            return lambda v: torch.cholesky_solve(v.unsqueeze(-1), factor).squeeze(-1)
+    values, vectors = torch.linalg.eigh(matrix)
+    zero = values <= 10 * matrix.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
+    inverse = torch.where(zero, 0.0, 1 / values)
+    return lambda v: _times(inverse * _times(v, vectors.mT), vectors)
+
+
+def _times(w: Tensor, matrix: Tensor) -> Tensor:
+    """M w for M [..., n, d], as the row w' times M': the fastest of the batched products."""
+    return (w.unsqueeze(-2) @ matrix.mT).squeeze(-2)

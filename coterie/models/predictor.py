@@ -1,0 +1,31 @@
+"""Trained models as ordinary nn.Modules: raw inputs in, predictions out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def predictions(scores: Tensor, task: str) -> Tensor:
+    """Values [B] for regression, probabilities [B, 2] for two classes, [B, C] for more."""
+    if task == "regression":
+        return scores.squeeze(-1)
+    if task == "binary":
+        likely = torch.sigmoid(scores.squeeze(-1))
+        return torch.stack([1 - likely, likely], -1)
+    return torch.softmax(scores, -1)
+
+
+class LinearPredictor(nn.Module):
+    """A linear layer with weights [outputs, features], then the link of the task."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, task: str) -> None:
+        super().__init__()
+        self.task = task
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight.clone())
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return predictions(self.linear(x.flatten(1).to(self.linear.weight.dtype)), self.task)

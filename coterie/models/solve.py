@@ -1,0 +1,161 @@
+"""Newton and L-BFGS for a stack of independent problems, each stopped by its own gradient norm.
+
+Functions take `w` [k, d] and tensors with the same leading axis and return [k, 1], [k, d] or
+[k, d, d]. Problems that are done leave the stack, so the work shrinks with the number still active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.models.base import dot, norm
+
+Function = Callable[..., Tensor]
+_ARMIJO = 1e-4
+_HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Points [k, d], their gradient norms [k, 1], and which of them met the tolerance [k]."""
+
+    w: Tensor
+    gradient: Tensor
+    converged: Tensor
+
+
+class _Stack:
+    """The problems still active: their numbers, and tensors whose first axis follows them."""
+
+    def __init__(self, w: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        self.ids = torch.arange(w.shape[0], device=w.device)
+        self.tensors = tensors
+        infinite = torch.full_like(w[:, :1], torch.inf)
+        self.solution = Solution(w.clone(), infinite, torch.zeros_like(self.ids, dtype=torch.bool))
+
+    def retire(self, done: Tensor, w: Tensor, gradient: Tensor, converged: Tensor) -> Tensor:
+        """Write the finished problems down and return the positions of those that stay."""
+        out, at = self.solution, self.ids[done]
+        out.w[at], out.gradient[at], out.converged[at] = w[done], norm(gradient[done]), converged[done]
+        stay = (~done).nonzero().squeeze(-1)
+        if bool(done.any()):
+            self.ids = self.ids[stay]
+            self.tensors = tuple(tensor[stay] for tensor in self.tensors)
+        return stay
+
+
+def newton(
+    loss: Function,
+    grad: Function,
+    hessian: Function,
+    w: Tensor,
+    data: tuple[Tensor, ...],
+    tol: Tensor,
+    reach: Function | None = None,
+    steps: int = 100,
+) -> Solution:
+    """Damped Newton for convex problems: w <- w - t H^-1 g, t halved until the loss falls.
+
+    `reach(step, *data)` [k, 1], if given, must also fall to 0.1: on a problem without minimiser the
+    gradient vanishes while the Newton step does not, and so such a problem never counts as converged.
+    """
+    stack = _Stack(w, (tol, *data))
+    for count in range(steps + 1):
+        limit, *rest = stack.tensors
+        slope = grad(w, *rest)
+        step = -_solve_positive(hessian(w, *rest), slope)
+        converged = (norm(slope) <= limit).squeeze(-1)
+        if reach is not None:
+            converged &= (reach(step, *rest) <= 0.1).squeeze(-1)
+        done = converged if count < steps else torch.ones_like(converged)
+        stay = stack.retire(done, w, slope, converged)
+        if not stay.numel():
+            break
+        w, slope, step = w[stay], slope[stay], step[stay]
+        w, _ = _descend(loss, w, slope, step, stack.tensors[1:])
+    return stack.solution
+
+
+def lbfgs(
+    loss: Function,
+    grad: Function,
+    w: Tensor,
+    data: tuple[Tensor, ...],
+    tol: Tensor,
+    history: int = 10,
+    steps: int = 2000,
+) -> Solution:
+    """L-BFGS with Armijo backtracking; a problem whose loss falls no further ends where it is."""
+    stack = _Stack(w, (tol, *data))
+    slope = grad(w, *data)
+    moves = w.new_zeros(w.shape[0], history, w.shape[1])
+    turns = torch.zeros_like(moves)
+    stuck = torch.zeros_like(stack.ids, dtype=torch.bool)
+    for count in range(steps + 1):
+        converged = (norm(slope) <= stack.tensors[0]).squeeze(-1)
+        done = converged | stuck if count < steps else torch.ones_like(converged)
+        stay = stack.retire(done, w, slope, converged)
+        if not stay.numel():
+            break
+        if stay.numel() < done.numel():
+            w, slope, moves, turns = w[stay], slope[stay], moves[stay], turns[stay]
+        step = -_two_loops(slope, moves, turns)
+        uphill = dot(step, slope) >= 0
+        step = torch.where(uphill, -slope / norm(slope).clamp_min(1.0), step)
+        after, stuck = _descend(loss, w, slope, step, stack.tensors[1:])
+        bend = grad(after, *stack.tensors[1:])
+        move, turn = after - w, bend - slope
+        useful = dot(move, turn) > 1e-12 * norm(move) * norm(turn)
+        moves = torch.cat([moves[:, 1:], (move * useful).unsqueeze(1)], 1)
+        turns = torch.cat([turns[:, 1:], (turn * useful).unsqueeze(1)], 1)
+        w, slope = after, bend
+    return stack.solution
+
+
+def _two_loops(slope: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
+    """The inverse Hessian of the pairs (moves, turns) [k, m, d] times `slope`; zero pairs are ignored."""
+    bends = (moves * turns).sum(-1, keepdim=True)
+    inverse = torch.where(bends > 0, 1.0 / bends.clamp_min(torch.finfo(bends.dtype).tiny), 0.0)
+    q, pulls = slope, {}
+    for j in reversed(range(moves.shape[1])):
+        pulls[j] = inverse[:, j] * dot(moves[:, j], q)
+        q = q - pulls[j] * turns[:, j]
+    length = dot(turns[:, -1], turns[:, -1])
+    first = 1.0 / norm(slope).clamp_min(1.0)
+    q = q * torch.where(length > 0, bends[:, -1] / length.clamp_min(torch.finfo(length.dtype).tiny), first)
+    for j in range(moves.shape[1]):
+        q = q + (pulls[j] - inverse[:, j] * dot(turns[:, j], q)) * moves[:, j]
+    return q
+
+
+def _descend(
+    loss: Function, w: Tensor, slope: Tensor, step: Tensor, data: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Halve the step of each problem until its loss falls enough; the second value says where none did."""
+    start, fall = loss(w, *data), _ARMIJO * dot(slope, step)
+    slack = 8 * torch.finfo(w.dtype).eps * start.abs()
+    t = torch.ones_like(start)
+    for _ in range(_HALVINGS):
+        trial = w + t * step
+        enough = loss(trial, *data) <= start + t * fall + slack
+        if bool(enough.all()):
+            return trial, torch.zeros_like(enough).squeeze(-1)
+        t = torch.where(enough, t, t / 2)
+    return torch.where(enough, trial, w), ~enough.squeeze(-1)
+
+
+def _solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
+    """(H + ridge)^-1 g for positive semidefinite H [k, d, d], the ridge at the level of rounding."""
+    size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    ridge = 1e-11 * size
+    for _ in range(8):
+        shifted = matrix + torch.diag_embed(ridge.unsqueeze(-1).expand(right.shape))
+        factor, info = torch.linalg.cholesky_ex(shifted)
+        if not bool(info.any()):
+            break
+        ridge = torch.where(info > 0, 100 * ridge, ridge)
+    return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
