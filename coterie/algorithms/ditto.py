@@ -22,7 +22,7 @@ class Ditto(Algorithm):
     depend on lam.
     """
 
-    lr: float = setting(0.05, "step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3))
+    lr: float = setting(0.05, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
     lam: float = setting(1.0, "pull towards the shared model", low=0, tune=(0.01, 0.1, 0.3, 1.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)

@@ -22,7 +22,7 @@ class FedAvg(Algorithm):
     or equal. With steps = 1 and server_lr = 1 it is SGD on the average loss.
     """
 
-    lr: float = setting(0.05, "local step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
+    lr: float = setting(0.05, "local step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
     server_lr: float = setting(1.0, "server step towards the average", above=0)

@@ -21,7 +21,7 @@ class Local(Algorithm):
     The rounds are only there to be comparable with other methods at equal work.
     """
 
-    lr: float = setting(0.05, "step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
+    lr: float = setting(0.05, "step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "steps per round", low=1)
 
     def start(self, fed: Federation) -> State:

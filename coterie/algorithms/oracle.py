@@ -22,7 +22,7 @@ class Oracle(Algorithm):
     y_i = centre of i's cluster after `steps` SGD steps,   centre_j <- mean of y_i over i in cluster j
     """
 
-    lr: float = setting(0.05, "local step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
+    lr: float = setting(0.05, "local step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
 

@@ -30,6 +30,7 @@ def fit(
     *,
     evaluate_every: int | None = None,
     select: str = "last",
+    score_test: bool = True,
     checkpoint_every: int | None = None,
     watch: Watch | None = None,
 ) -> Run:
@@ -37,7 +38,7 @@ def fit(
 
     `out` makes a run folder that `resume` can go on from. `evaluate_every` rounds the validation rows (the
     training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
-    rows are scored once, at the end. `select="best"` deploys the models of the scored round with the lowest
+    rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the scored round with the lowest
     mean validation loss instead of the last ones.
     """
     algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
@@ -49,6 +50,7 @@ def fit(
         "rounds": rounds,
         "evaluate_every": max(1, rounds // 20) if evaluate_every is None else evaluate_every,
         "select": select,
+        "score_test": score_test,
         "checkpoint_every": checkpoint_every or 0,
     }
     folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
@@ -125,9 +127,7 @@ def _finish(
     chosen = progress.best.personal if plan["select"] == "best" else None
     deployed_round = progress.best.round if chosen is not None else t
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    for split in ("train", "test"):
-        if fed.has_rows(split):
-            progress.history.add(deployed_round, split, fed.score(personal, split))
+    progress.history.add(deployed_round, "train", fed.score(personal, "train"))
     run = Run(
         fed=fed,
         algorithm=algorithm,
@@ -139,6 +139,8 @@ def _finish(
         lost_rounds=progress.lost_rounds,
         seconds=time.perf_counter() - started,
     )
+    if plan["score_test"] and fed.has_rows("test"):
+        run.score_test()
     if folder is not None:
         folder.finish(run)
         run.folder = folder.path

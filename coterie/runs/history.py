@@ -21,10 +21,10 @@ class History:
     def add(self, t: int, split: str, values: dict[str, Tensor]) -> None:
         self.blocks += [(t, split, metric, value.cpu().double()) for metric, value in values.items()]
 
-    def last(self, split: str, metric: str) -> Tensor | None:
-        """The newest value [n] of a metric."""
-        for _, block_split, block_metric, value in reversed(self.blocks):
-            if (block_split, block_metric) == (split, metric):
+    def at(self, t: int, split: str, metric: str) -> Tensor | None:
+        """A metric [n] after round t, if it was measured."""
+        for block_round, block_split, block_metric, value in reversed(self.blocks):
+            if (block_round, block_split, block_metric) == (t, split, metric):
                 return value
         return None
 

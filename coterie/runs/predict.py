@@ -95,15 +95,23 @@ class Predictor:
             raise DataError(f"{_name(table)}: there is no client column {self.client_column!r}.{hint}")
         place = {name: k for k, name in enumerate(self.clients)}
         names = [str(value) for value in frame[self.client_column].to_list()]
-        rows = torch.tensor([place.get(name, -1) for name in names])
-        weights = torch.cat([self.personal, self.common.unsqueeze(0)])[rows]
-        x = self.model.prepare(self.preprocessor.encode(frame).to(weights.dtype))
-        scores = torch.cat(
-            [self.model.scores(w, part.unsqueeze(1)).squeeze(1) for w, part in zip(weights.split(4096), x.split(4096), strict=True)]
-        )
+        rows = torch.tensor([place.get(name, len(place)) for name in names])
+        scores = self._scores(rows, self.model.prepare(self.preprocessor.encode(frame).to(self.personal.dtype)))
         columns = {self.client_column: frame[self.client_column], **self._outputs(scores)}
-        warning = [None if row >= 0 else UNKNOWN for row in rows.tolist()]
+        warning = [None if row < len(place) else UNKNOWN for row in rows.tolist()]
         return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
+
+    def _scores(self, rows: Tensor, x: Tensor) -> Tensor:
+        """Scores of each row by the model at its place (the last place is the common model)."""
+        weights = torch.cat([self.personal, self.common.unsqueeze(0)])
+        scores: Tensor | None = None
+        for place in rows.unique():
+            mine = rows == place
+            part = self.model.scores(weights[place], x[mine])
+            scores = part.new_empty((len(rows), part.shape[-1])) if scores is None else scores
+            scores[mine] = part
+        assert scores is not None
+        return scores
 
     def _outputs(self, scores: Tensor) -> dict[str, Any]:
         if self.model.task == "regression":

@@ -50,10 +50,24 @@ class Run:
 
     def score(self, split: str, metric: str) -> Tensor:
         """A metric [n] of the deployed models on 'train', 'validation' or 'test'."""
-        value = self.history.last(split, metric)
+        value = self.history.at(self.deployed_round, split, metric)
         if value is None:
             raise SettingError(f"no {metric!r} on {split!r} rows in this run")
         return value
+
+    def score_test(self) -> dict[str, Tensor]:
+        """Score the deployed models on the test rows and add that to the metrics."""
+        scores = self.fed.score(self.personal.to(self.fed.device), "test")
+        self.history.add(self.deployed_round, "test", scores)
+        return {name: value.cpu() for name, value in scores.items()}
+
+    def traffic(self) -> tuple[float, float]:
+        """Megabytes up and down until the deployed models, evaluation not counted."""
+        up, down = 0, 0
+        for entry, counts in self.fed.ledger.entries.items():
+            if entry.kind != "evaluate" and entry.round <= self.deployed_round:
+                down, up = down + counts[2], up + counts[5]
+        return up / 1e6, down / 1e6
 
     def common(self) -> Tensor:
         """The model for somebody who was not in training: the shared one, else the mean of the personal ones."""

@@ -1,0 +1,251 @@
+"""An honest comparison: every method tuned alike on validation rows, test rows read once at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms import Algorithm, find
+from coterie.errors import DataError, SettingError
+from coterie.federation.federation import Federation
+from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
+from coterie.runs import files
+from coterie.runs.fit import fit
+from coterie.runs.folder import RunFolder, environment
+from coterie.runs.history import mean_over_clients
+from coterie.runs.run import Run
+from coterie.runs.tune import candidates
+
+if TYPE_CHECKING:
+    import polars
+
+BASELINES = ("local", "fedavg", "fine-tuned")
+DEFAULT = (*BASELINES, "ditto")
+BUDGET = 8  # settings tried per method and seed
+
+Watch = Callable[[str, int, int], None]  # what is being done, rounds done, rounds in all
+
+
+@dataclass
+class Trial:
+    """One method on one seed, at the settings that validation chose."""
+
+    algorithm: str
+    seed: int
+    run: Run
+    validation_loss: float
+    test: Tensor  # main metric per client, NaN where a client has no test rows
+
+
+@dataclass
+class Comparison:
+    """Rows as in `compare --json`, and the test metric of every client behind them."""
+
+    metric: str
+    clients: int
+    rows: list[dict[str, Any]]
+    trials: list[Trial] = field(repr=False)
+    names: list[str] = field(repr=False)
+    warnings: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        direction = "higher" if HIGHER_IS_BETTER[self.metric] else "lower"
+        return {"metric": f"{self.metric} ({direction} is better)", "clients": self.clients, "rows": self.rows}
+
+    def per_client(self) -> polars.DataFrame:
+        """algorithm, seed, client, test metric."""
+        import polars
+
+        return polars.DataFrame(
+            [
+                (trial.algorithm, trial.seed, name, value)
+                for trial in self.trials
+                for name, value in zip(self.names, trial.test.tolist(), strict=True)
+                if not math.isnan(value)
+            ],
+            schema={"algorithm": str, "seed": int, "client": str, self.metric: float},
+            orient="row",
+        )
+
+    def chosen(self) -> str:
+        """The method with the lowest validation loss, averaged over seeds."""
+        losses: dict[str, list[float]] = {}
+        for trial in self.trials:
+            losses.setdefault(trial.algorithm, []).append(trial.validation_loss)
+        return min(losses, key=lambda name: sum(losses[name]) / len(losses[name]))
+
+    def verdict(self) -> str:
+        """One sentence: does collaborating help?"""
+        row = next(row for row in self.rows if row["algorithm"] == self.chosen())
+        if row["algorithm"] == "local":
+            return "Validation prefers training alone: no method that collaborates did better for these clients."
+        gain = f"{row['improved']:.0f} % of the clients are better off on test rows, {row['harmed']:.0f} % worse"
+        if row["gain_low"] is None:
+            return f"Validation prefers {row['algorithm']}; against training alone {gain}."
+        interval = f"mean gain in {self.metric} {row['gain_low']:+.3f} to {row['gain_high']:+.3f} (95 % interval)"
+        sure = "" if row["gain_low"] > 0 else ", so the gain is not certain"
+        return f"Validation prefers {row['algorithm']}; against training alone {gain}; {interval}{sure}."
+
+
+def compare(
+    source: Any,
+    client: str | None = None,
+    target: str | None = None,
+    *,
+    algorithms: Sequence[str | Algorithm] = DEFAULT,
+    seeds: int = 3,
+    rounds: int = 100,
+    budget: int = BUDGET,
+    out: str | Path | None = None,
+    watch: Watch | None = None,
+    **table: Any,
+) -> Comparison:
+    """Train alone, one model for all, fine-tuned, and the methods asked for; report per-client test metrics.
+
+    `source` is a table (with `client` and `target` columns and the options of `Federation.from_table`) or a
+    federation with validation and test rows. Each method tries `budget` settings per seed and is scored at
+    the settings and the round with the lowest mean validation loss. For tables each seed is another split.
+    """
+    methods = _methods(algorithms)
+    if seeds < 1 or rounds < 1 or budget < 1:
+        raise SettingError(f"seeds, rounds and budget must be at least 1 (got {seeds}, {rounds}, {budget})")
+    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
+        raise SettingError(f"{out} exists already; choose another folder or delete it")
+    trials: list[Trial] = []
+    meter = _Meter(watch, sum(len(candidates(method, budget)) for method in methods) * seeds * rounds)
+    for seed, fed in enumerate(_federations(source, client, target, seeds, table)):
+        for method in methods:
+            trials.append(_tuned(fed, method, seed, rounds, budget, meter))
+    fed = trials[0].run.fed
+    comparison = Comparison(
+        metric=main_metric(fed.model.task),
+        clients=fed.n,
+        rows=[_row(name, trials) for name in dict.fromkeys(trial.algorithm for trial in trials)],
+        trials=trials,
+        names=fed.names,
+        warnings=fed.table.warnings if fed.table is not None else [],
+    )
+    if out is not None:
+        _save(Path(out), comparison, {"seeds": seeds, "rounds": rounds, "budget": budget})
+    return comparison
+
+
+def _methods(algorithms: Sequence[str | Algorithm]) -> list[Algorithm]:
+    """The baselines and what was asked for, each once, all names checked before anything runs."""
+    asked = [item if isinstance(item, Algorithm) else find(item)() for item in algorithms]
+    known = {method.name for method in asked}
+    return [find(name)() for name in BASELINES if name not in known] + asked
+
+
+def _federations(
+    source: Any, client: str | None, target: str | None, seeds: int, table: dict[str, Any]
+) -> Iterator[Federation]:
+    if isinstance(source, Federation):
+        for split in ("validation", "test"):
+            if not source.has_rows(split):
+                raise DataError(f"a comparison needs {split} rows; build the federation with split=(0.6, 0.2, 0.2)")
+        yield from (source.fresh(seed) for seed in range(seeds))
+        return
+    if client is None or target is None:
+        raise SettingError("compare needs the names of the client and target columns")
+    for seed in range(seeds):
+        fed = Federation.from_table(source, client=client, target=target, seed=seed, **table)
+        for split in ("validation", "test"):
+            if not fed.has_rows(split):
+                raise DataError(f"{source}: no client has enough rows for {split} rows; five or more each are needed")
+        yield fed
+
+
+def _tuned(fed: Federation, method: Algorithm, seed: int, rounds: int, budget: int, meter: _Meter) -> Trial:
+    """The best of the method's candidate settings by validation loss, then one look at the test rows."""
+    best: Run | None = None
+    lowest = math.inf
+    for candidate in candidates(method, budget):
+        run = fit(
+            fed, candidate, rounds, select="best", score_test=False, watch=meter.watch(f"{method.name}, seed {seed}")
+        )
+        loss = mean_over_clients(run.score("validation", "loss"))
+        if best is None or loss < lowest:
+            best, lowest = run, loss
+    assert best is not None
+    return Trial(method.name, seed, best, lowest, best.score_test()[main_metric(fed.model.task)])
+
+
+class _Meter:
+    """Rounds done over all trials, for a progress bar."""
+
+    def __init__(self, watch: Watch | None, total: int) -> None:
+        self._watch, self._total, self._done = watch, total, 0
+
+    def watch(self, what: str) -> Callable[[int, int], None] | None:
+        if self._watch is None:
+            return None
+        report = self._watch
+
+        def step(t: int, rounds: int) -> None:
+            self._done += 1
+            report(what, self._done, self._total)
+
+        return step
+
+
+def _row(name: str, trials: list[Trial]) -> dict[str, Any]:
+    """Summary of one method; gains are paired by client, averaged over seeds."""
+    mine = [trial for trial in trials if trial.algorithm == name]
+    metric = main_metric(mine[0].run.fed.model.task)
+    by_seed = torch.stack([trial.test for trial in mine])
+    alone = torch.stack([trial.test for trial in trials if trial.algorithm == "local"])
+    sign = 1.0 if HIGHER_IS_BETTER[metric] else -1.0
+    scored = ~(by_seed.isnan() | alone.isnan()).all(0)
+    value = by_seed.nanmean(0)[scored]
+    gain = sign * (by_seed - alone).nanmean(0)[scored]
+    low, high = _interval(gain) if name != "local" else (0.0, 0.0)
+    seed_means = by_seed.nanmean(1)
+    traffic = [trial.run.traffic() for trial in mine]
+    quartiles = torch.quantile(value, torch.tensor([0.25, 0.5, 0.75], dtype=value.dtype)).tolist()
+    return {
+        "algorithm": name,
+        "mean": float(value.mean()),
+        "sd": float(seed_means.std()) if len(mine) > 1 else 0.0,
+        "worst": float(value.min() if sign > 0 else value.max()),
+        "q25": quartiles[0],
+        "median": quartiles[1],
+        "q75": quartiles[2],
+        "improved": 100.0 * float((gain > 0).double().mean()),
+        "harmed": 100.0 * float((gain < 0).double().mean()),
+        "gain_low": low,
+        "gain_high": high,
+        "rounds": sum(trial.run.deployed_round for trial in mine) / len(mine),
+        "mb_up": sum(up for up, _ in traffic) / len(mine),
+        "mb_down": sum(down for _, down in traffic) / len(mine),
+        "seconds": sum(trial.run.seconds for trial in mine) / len(mine),
+    }
+
+
+def _interval(gain: Tensor) -> tuple[float | None, float | None]:
+    """Student's 95 % interval of the mean gain over clients; none for a single client."""
+    from scipy.stats import t as student
+
+    if len(gain) < 2:
+        return None, None
+    half = float(student.ppf(0.975, len(gain) - 1) * gain.std() / math.sqrt(len(gain)))
+    return float(gain.mean()) - half, float(gain.mean()) + half
+
+
+def _save(out: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
+    """compare.json, clients.parquet, and the first seed's run of every method as a folder of its own."""
+    for trial in comparison.trials:
+        if trial.seed == 0:
+            run = trial.run
+            plan = {"rounds": run.rounds, "evaluate_every": max(1, run.rounds // 20), "select": "best"}
+            RunFolder.create(out / trial.algorithm, run.fed, run.algorithm, plan).finish(run)
+    files.write_with(out / "clients.parquet", comparison.per_client().write_parquet)
+    files.write_json(out / "environment.json", environment(comparison.trials[0].run.fed))
+    files.write_toml(out / "config.toml", {"compare": settings})
+    files.write_json(out / "compare.json", comparison.json())

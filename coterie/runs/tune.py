@@ -1,0 +1,40 @@
+"""Settings worth trying, derived from what an algorithm declares beside its hyperparameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from coterie.algorithms import Algorithm
+
+_PRIMES = (2, 3, 5, 7, 11, 13)
+
+
+def candidates(algorithm: Algorithm, budget: int) -> list[Algorithm]:
+    """At most `budget` settings, spread evenly over the declared grid (Halton points), the same for every seed."""
+    grids = {f.name: f.metadata["tune"] for f in dataclasses.fields(algorithm) if f.metadata.get("tune")}
+    if not grids:
+        return [algorithm]
+    budget = min(budget, math.prod(len(values) for values in grids.values()))
+    chosen: list[Algorithm] = []
+    index = 0
+    while len(chosen) < budget:
+        settings = {
+            name: values[int(_halton(index, prime) * len(values))]
+            for (name, values), prime in zip(grids.items(), _PRIMES, strict=False)
+        }
+        candidate = algorithm.replace(**settings)
+        if candidate not in chosen:
+            chosen.append(candidate)
+        index += 1
+    return chosen
+
+
+def _halton(index: int, base: int) -> float:
+    """The digits of `index` in `base`, mirrored behind the point."""
+    value, scale = 0.0, 1.0
+    while index:
+        scale /= base
+        value += scale * (index % base)
+        index //= base
+    return value

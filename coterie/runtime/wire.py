@@ -1,0 +1,71 @@
+"""Messages between server and nodes: a JSON header and one raw buffer of tensors. No code travels."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import CoterieError
+
+VERSION = 1
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+MOST_BYTES = 1 << 34
+
+
+class WireError(CoterieError):
+    """A message that is not what a node or server of this version sends."""
+
+
+def encode(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """Header (JSON values) and tensors as bytes."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    schema = [[name, _NAMES[value.dtype], list(value.shape)] for name, value in plain.items()]
+    text = json.dumps({"version": VERSION, "header": header, "tensors": schema}).encode()
+    buffers = [bytes(value.view(-1).view(torch.uint8).numpy().data) for value in plain.values()]
+    return b"".join([struct.pack("<Q", len(text)), text, *buffers])
+
+
+def decode(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and tensors of a message; anything malformed is a WireError."""
+    try:
+        (length,) = struct.unpack_from("<Q", message)
+        note = json.loads(message[8 : 8 + length])
+        version, header, schema = note["version"], note["header"], note["tensors"]
+    except (struct.error, ValueError, KeyError, TypeError) as problem:
+        raise WireError(f"message without a readable header ({problem})") from None
+    if version != VERSION:
+        raise WireError(f"message of version {version}; this is version {VERSION}")
+    if not isinstance(header, dict):
+        raise WireError("the header is not a mapping")
+    return header, _tensors(message, 8 + length, schema)
+
+
+def _tensors(message: bytes, at: int, schema: Any) -> dict[str, Tensor]:
+    tensors = {}
+    try:
+        for name, dtype_name, shape in schema:
+            dtype, count = _DTYPES[dtype_name], 1
+            for length in shape:
+                if not isinstance(length, int) or length < 0:
+                    raise WireError(f"tensor {name!r} has shape {shape}")
+                count *= length
+            size = count * dtype.itemsize
+            if size > MOST_BYTES or at + size > len(message):
+                raise WireError(f"tensor {name!r} is cut short")
+            buffer = bytearray(message[at : at + size])
+            flat = torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+            tensors[name] = flat.view(shape)
+            at += size
+    except (KeyError, ValueError, TypeError) as problem:
+        raise WireError(f"unreadable list of tensors ({problem})") from None
+    if at != len(message):
+        raise WireError(f"{len(message) - at} bytes too many")
+    return tensors
