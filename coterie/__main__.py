@@ -1,0 +1,3 @@
+from coterie.cli import main
+
+main()
