@@ -37,8 +37,6 @@ def tidy(column: polars.Series, decimal_comma: bool = False) -> polars.Series:
 
 def _typed(text: polars.Series) -> polars.Series:
     """Text as the narrowest type that all its values have."""
-    import polars as pl
-
     values = text.drop_nulls()
     if values.is_empty():
         return text
@@ -98,17 +96,20 @@ def numbers(
     import polars as pl
 
     column = frame[name]
+    if kind(column) is None:
+        raise DataError(f"{source}: column {name!r} holds {column.dtype}, not numbers. Convert it first.")
+    if kind(column) == "category":
+        column = column.cast(pl.String)
     values = _days(column) if column.dtype.is_temporal() else column.cast(pl.Float64, strict=False)
-    values = values.fill_nan(None)
-    text = column.is_not_null() & values.is_null() if kind(column) != "numeric" else pl.Series([False])
-    for wrong, what in ((text, "is not a number"), (values.is_infinite(), "is infinite")):
+    words = column.is_not_null() & values.is_null()
+    for wrong, what in ((words, "is not a number"), (values.is_infinite(), "is infinite")):
         if wrong.any():
             row = int(wrong.arg_max() or 0)
             raise DataError(
-                f"{source}: column {name!r}, {place(frame, row, source, client)}: the value {column[row]!r} {what}. "
-                f"Correct it, or leave the column out: --drop {name}"
+                f"{source}: column {name!r}, {place(frame, row, source, client)}: the value {column[row]!r} "
+                f"{what}. Correct it, empty it or remove the row."
             )
-    return values
+    return values.fill_nan(None)
 
 
 def _days(column: polars.Series) -> polars.Series:
@@ -154,7 +155,7 @@ def codes(label: polars.Series, known: Sequence[str]) -> np.ndarray:
     import polars as pl
 
     places = label.cast(pl.Enum(list(known)), strict=False).to_physical()
-    return places.cast(pl.Int64).fill_null(-1).to_numpy()
+    return places.cast(pl.Int64).fill_null(-1).to_numpy(writable=True)
 
 
 def looks_like_identifier(column: polars.Series) -> bool:

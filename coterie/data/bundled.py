@@ -1,0 +1,21 @@
+"""Tables that come with the package; `coterie/data/bundled/README.md` says where they are from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coterie.errors import DataError, nearest
+
+_FOLDER = Path(__file__).with_suffix("")
+
+
+def names() -> list[str]:
+    """Names of the bundled tables."""
+    return sorted(file.stem for file in _FOLDER.glob("*.csv"))
+
+
+def path(name: str) -> Path:
+    """Where a bundled table lies, for `tables.read`."""
+    if name not in names():
+        raise DataError(f"No bundled table is called {name!r}.{nearest(name, names())}")
+    return _FOLDER / f"{name}.csv"

@@ -1,0 +1,237 @@
+"""Delimited text to a frame of text columns, with errors that name the line.
+
+Well-formed files go through polars. Anything irregular goes through the csv module, which is slower
+but either copes (blank lines, stray quotes, spaces before quotes) or says at which line it cannot.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import itertools
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coterie.errors import DataError
+
+if TYPE_CHECKING:
+    import polars
+
+SUFFIXES = (".csv", ".tsv", ".tab", ".txt")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_QUOTE, _NEWLINE, _RETURN = b'"\n\r'
+
+
+def is_delimited(path: Path) -> bool:
+    """Whether the name ends like delimited text, compressed or not."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return bool(suffixes) and suffixes[-1] in SUFFIXES
+
+
+def load(path: Path) -> tuple[polars.DataFrame, str]:
+    """Every column as text, as it stands in the file, and the separator that was found."""
+    data = _content(path)
+    text = _decode(path, data)
+    separator = _separator(path, text)
+    records = _records(path, text, separator)
+    names = _names(path, next(records)[1])
+    first = list(itertools.islice(records, 1))
+    if first and len(names) > 1 and _regular(data, separator, len(names)):
+        frame = _parse(data, separator, names)
+        if frame is not None:
+            return frame, separator
+    return _by_hand(path, itertools.chain(first, records), names), separator
+
+
+def lines(path: Path) -> list[int]:
+    """The line of the file on which each data row starts (slow: for error messages)."""
+    text = _decode(path, _content(path))
+    records = _records(path, text, _separator(path, text))
+    return [line for line, _ in records][1:]
+
+
+def _content(path: Path) -> bytes:
+    """The file unpacked, without a byte order mark and with a line end that polars knows."""
+    suffix = path.suffix.lower()
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    try:
+        if suffix == ".zst":
+            data = _unpack_zstandard(path)
+        else:
+            with openers.get(suffix, open)(path, "rb") as file:
+                data = file.read()
+    except PermissionError:
+        raise DataError(f"{path}: you may not read this file. Change its permissions.") from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(
+            f"{path}: cannot be unpacked ({error}). The file is truncated or is not a {suffix} file: "
+            "copy or download it again."
+        ) from None
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if not data.strip():
+        raise DataError(f"{path}: the file is empty. Expected a line of column names, then one line per row.")
+    return data if b"\n" in data else data.replace(b"\r", b"\n")
+
+
+def _unpack_zstandard(path: Path) -> bytes:
+    """Python 3.11 has no zstandard, polars has: read the file as one text cell, bad bytes marked 0xff."""
+    import polars as pl
+
+    def cells(encoding: str) -> str:
+        frame = pl.read_csv(
+            path,
+            has_header=False,
+            schema={"text": pl.String},
+            separator="\x1c",
+            eol_char="\x1d",
+            quote_char=None,
+            encoding=encoding,
+            glob=False,
+        )
+        return "\x1d".join(cell or "" for cell in frame["text"])
+
+    try:
+        return cells("utf8").encode()
+    except pl.exceptions.ComputeError as error:
+        if "utf-8" not in str(error):
+            raise OSError(str(error)) from None
+    data = cells("utf8-lossy").replace("\ufffd", "\udcff").encode("utf-8", "surrogateescape")
+    if data.startswith(b"\x28\xff\x2f\xff"):  # older polars hands a damaged file over still packed
+        raise OSError("incomplete frame")
+    return data
+
+
+def _decode(path: Path, data: bytes) -> str:
+    """The text, or where it stops being UTF-8."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        guess, encoding = ("UTF-16", "utf-16") if wide else ("latin-1 (Western Excel)", "latin1")
+        raise DataError(
+            f"{path}: the byte at offset {error.start} (line {line}) is not UTF-8. If the file is {guess}, "
+            f"convert it: {_conversion(path, encoding)}"
+        ) from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise DataError(
+            f"{path}: line {line} holds a NUL character, so this is not a text table. If it is UTF-16, "
+            f"convert it: {_conversion(path, 'utf-16le')}"
+        )
+    return text
+
+
+def _conversion(path: Path, encoding: str) -> str:
+    """The command that turns the file into UTF-8."""
+    plain = path.name.removesuffix(path.suffix) if path.suffix.lower() in COMPRESSIONS else path.name
+    unpack = "" if plain == path.name else "unpack it, then "
+    return f"{unpack}iconv -f {encoding} -t utf-8 {plain} > utf8-{plain}"
+
+
+def _separator(path: Path, text: str) -> str:
+    """The separator that cuts the first lines alike and into most values, or failing that the header."""
+    tabbed = any(suffix.lower() in (".tsv", ".tab") for suffix in path.suffixes)
+    start = text[: 1 << 20]
+
+    def score(separator: str) -> tuple[bool, int]:
+        records = (
+            len(fields)
+            for fields in csv.reader(io.StringIO(start, newline=""), delimiter=separator)
+            if fields
+        )
+        try:
+            header, *rows = itertools.islice(records, 20)
+        except csv.Error:
+            return False, 0
+        return header > 1 and all(row == header for row in rows), header
+
+    return max("\t,;|" if tabbed else ",;\t|", key=score)
+
+
+def _records(path: Path, text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """(first line, fields) of every record that is not blank, the header included."""
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True
+    )
+    line = 1
+    try:
+        for fields in reader:
+            if len(fields) > 1 or "".join(fields).strip():
+                yield line, fields
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}: line {line}: cannot be cut into values ({error}). Close the quotes, and write a quote "
+            'inside a quoted value twice ("").'
+        ) from None
+
+
+def _names(path: Path, header: list[str]) -> list[str]:
+    """Column names without spaces around them; a nameless column is called by its place."""
+    names = [name.strip() or f"column_{place}" for place, name in enumerate(header, 1)]
+    for name, count in Counter(names).items():
+        if count > 1:
+            places = ", ".join(str(place) for place, other in enumerate(names, 1) if other == name)
+            raise DataError(
+                f"{path}: {count} columns are called {name!r} (columns {places}). "
+                "Rename or remove all but one."
+            )
+    return names
+
+
+def _regular(data: bytes, separator: str, width: int) -> bool:
+    """Whether quotes only enclose whole values and every record has `width` values."""
+    body = np.frombuffer(b"\n" + data.rstrip(b"\r\n") + b"\n", dtype=np.uint8)
+    quote, newline, separators = body == _QUOTE, body == _NEWLINE, body == ord(separator)
+    inside = (np.cumsum(quote, dtype=np.uint8) & 1).astype(bool)
+    opening, closing = np.flatnonzero(quote & inside), np.flatnonzero(quote & ~inside)
+    if len(opening) != len(closing):
+        return False
+    neighbour = quote | newline | separators
+    if not (neighbour[opening - 1] & (neighbour | (body == _RETURN))[closing + 1]).all():
+        return False
+    ends = np.flatnonzero(newline & ~inside)
+    cuts = np.flatnonzero(separators & ~inside)
+    return bool((np.diff(np.searchsorted(cuts, ends)) == width - 1).all())
+
+
+def _parse(data: bytes, separator: str, names: list[str]) -> polars.DataFrame | None:
+    """The fast way; None if polars finds fault with the file after all."""
+    import polars as pl
+
+    schema = dict.fromkeys(names, pl.String)
+    try:
+        return pl.read_csv(data, has_header=False, skip_rows=1, schema=schema, separator=separator)
+    except pl.exceptions.PolarsError:
+        return None
+
+
+def _by_hand(path: Path, records: Iterator[tuple[int, list[str]]], names: list[str]) -> polars.DataFrame:
+    """The slow way, which can say which line is too long or too short."""
+    import polars as pl
+
+    rows = []
+    for line, fields in records:
+        if len(fields) != len(names):
+            raise DataError(
+                f"{path}: line {line} has {len(fields)} values, but the header names {len(names)} columns. "
+                "Add or remove separators there, and put quotes around values that contain one."
+            )
+        rows.append(fields)
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return pl.DataFrame(
+        {name: list(column) for name, column in zip(names, columns, strict=True)},
+        schema=dict.fromkeys(names, pl.String),
+    )

@@ -1,0 +1,287 @@
+"""Columns to features and back, fitted on training rows through sums that a federation can add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.data import columns
+from coterie.data.tables import TableSpec
+from coterie.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import polars
+
+_ROUNDING = 1e-12  # a standard deviation below this share of the mean is rounding, not variation
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count and mean of the values present, sum of squares about that mean, and how many are missing.
+
+    Sums about the mean merge as plainly as raw sums do, without cancelling when the mean is large.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    missing: int = 0
+
+    @classmethod
+    def of(cls, values: polars.Series) -> Self:
+        """Moments of one column with nulls."""
+        present = values.drop_nulls().to_numpy()
+        if not len(present):
+            return cls(missing=len(values))
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = float(present.mean())
+            squares = float(np.square(present - mean).sum())
+        return cls(len(present), mean, squares, len(values) - len(present))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets of values together (Chan, Golub, LeVeque 1983)."""
+        count = self.count + other.count
+        missing = self.missing + other.missing
+        if not count:
+            return Moments(missing=missing)
+        gap, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + gap * gap * self.count * share
+        return Moments(count, self.mean + gap * share, squares, missing)
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation (of the values as they are, not of a larger population); 0 for constants."""
+        sd = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return sd if sd > _ROUNDING * abs(self.mean) else 0.0
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The levels of a category column, and whether a value was missing."""
+
+    levels: frozenset[str]
+    missing: bool
+
+    def merge(self, other: Levels) -> Levels:
+        """Levels seen by either."""
+        return Levels(self.levels | other.levels, self.missing or other.missing)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """All that a client tells about its rows for the preprocessor to be fitted."""
+
+    numeric: dict[str, Moments]
+    categories: dict[str, Levels]
+    target: Moments
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Statistics of both sets of rows together."""
+        return Statistics(
+            {name: mine.merge(other.numeric[name]) for name, mine in self.numeric.items()},
+            {name: mine.merge(other.categories[name]) for name, mine in self.categories.items()},
+            self.target.merge(other.target),
+        )
+
+
+def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
+    """Statistics of the training rows of one client (or of many pooled)."""
+    numeric = {name: Moments.of(columns.numbers(frame, name)) for name in spec.numeric}
+    categories = {
+        name: Levels(frozenset(columns.levels(frame[name])), frame[name].null_count() > 0)
+        for name in spec.categories
+    }
+    regression = spec.task == "regression"
+    target = Moments.of(columns.numbers(frame, spec.target)) if regression else Moments()
+    return Statistics(numeric, categories, target)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a numeric column is standardised; `sd` 0 leaves its values out, `missing` adds an indicator."""
+
+    name: str
+    mean: float
+    sd: float
+    missing: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The levels a category column is spread over, `missing` being one more."""
+
+    name: str
+    levels: tuple[str, ...]
+    missing: bool
+
+
+@dataclass(frozen=True)
+class Preprocessor:
+    """Standardises numbers, spreads categories over 0/1 columns, and maps targets there and back.
+
+    A missing number becomes the mean, and says so in `<column>_missing` if training had missing values;
+    a level that training did not have becomes all zeros.
+    """
+
+    spec: TableSpec
+    scales: tuple[Scale, ...]
+    choices: tuple[Choice, ...]
+    target_mean: float
+    target_sd: float
+
+    @classmethod
+    def from_statistics(cls, spec: TableSpec, statistics: Statistics) -> Self:
+        """Fit from the merged statistics of all clients' training rows."""
+        scales = [_scale(name, moments) for name, moments in statistics.numeric.items()]
+        choices = [
+            Choice(name, tuple(sorted(seen.levels)), seen.missing)
+            for name, seen in statistics.categories.items()
+        ]
+        target = _scale(spec.target, statistics.target)
+        fitted = cls(
+            spec,
+            tuple(scale for scale in scales if scale.sd or scale.missing),
+            tuple(choice for choice in choices if len(choice.levels) + choice.missing > 1),
+            target.mean,
+            target.sd or 1.0,
+        )
+        if not fitted.feature_names:
+            raise DataError(
+                "No feature column varies over the training rows. Add columns, or train on more rows."
+            )
+        return fitted
+
+    @property
+    def target_scale(self) -> float:
+        """Units of the target per unit of the model's output (1 for classes)."""
+        return self.target_sd
+
+    @functools.cached_property
+    def _sources(self) -> dict[str, str]:
+        """The column behind each encoded feature, in order."""
+        sources: dict[str, str] = {}
+        taken = {*self.spec.numeric, *self.spec.categories}
+
+        def add(encoded: str, column: str) -> None:
+            while encoded in sources or (encoded in taken and encoded != column):
+                encoded += "_"
+            sources[encoded] = column
+
+        for scale in self.scales:
+            if scale.sd:
+                add(scale.name, scale.name)
+            if scale.missing:
+                add(f"{scale.name}_missing", scale.name)
+        for choice in self.choices:
+            for level in choice.levels:
+                add(f"{choice.name}={level}", choice.name)
+            if choice.missing:
+                add(f"{choice.name}_missing", choice.name)
+        return sources
+
+    @property
+    def feature_names(self) -> list[str]:
+        """Names of the encoded features: `age`, `age_missing`, `pain=typical`, `pain_missing`."""
+        return list(self._sources)
+
+    def feature_of(self, encoded: str) -> str:
+        """The column that an encoded feature comes from."""
+        if encoded not in self._sources:
+            raise DataError(f"No encoded feature {encoded!r}.{nearest(encoded, self._sources)}")
+        return self._sources[encoded]
+
+    def encode(self, frame: polars.DataFrame, source: str = "the table") -> Tensor:
+        """Features of every row, float64 [N, p]."""
+        features = np.zeros((frame.height, len(self.feature_names)))
+        place = 0
+        for scale in self.scales:
+            _require(frame, scale.name, source)
+            values = columns.numbers(frame, scale.name, source, self._client_in(frame))
+            if scale.sd:
+                features[:, place] = ((values - scale.mean) / scale.sd).fill_null(0.0).to_numpy()
+                place += 1
+            if scale.missing:
+                features[:, place] = values.is_null().to_numpy()
+                place += 1
+        for choice in self.choices:
+            _require(frame, choice.name, source)
+            level = columns.codes(columns.labels(frame[choice.name]), choice.levels)
+            level[frame[choice.name].is_null().to_numpy()] = len(choice.levels) if choice.missing else -1
+            known = np.flatnonzero(level >= 0)
+            features[known, place + level[known]] = 1.0
+            place += len(choice.levels) + choice.missing
+        return torch.from_numpy(features)
+
+    def _client_in(self, frame: polars.DataFrame) -> str | None:
+        return self.spec.client if self.spec.client in frame.columns else None
+
+    def encode_target(self, frame: polars.DataFrame, source: str = "the table") -> Tensor:
+        """Class numbers, int64 [N], or standardised targets, float64 [N]."""
+        name = self.spec.target
+        _require(frame, name, source)
+        if self.spec.task == "regression":
+            values = columns.numbers(frame, name, source, self._client_in(frame)).to_numpy()
+            encoded, wrong, what = (
+                (values - self.target_mean) / self.target_sd,
+                np.isnan(values),
+                "is missing",
+            )
+        else:
+            encoded = columns.codes(columns.labels(frame[name]), self.spec.classes)
+            wrong, what = encoded < 0, f"is not one of {', '.join(self.spec.classes)}"
+        if wrong.any():
+            where = columns.place(frame, int(wrong.argmax()), source, self._client_in(frame))
+            raise DataError(
+                f"{source}: target column {name!r}, {where}: the value {what}. Correct or remove it."
+            )
+        return torch.tensor(encoded)
+
+    def decode(self, predictions: Tensor) -> Tensor | list[str]:
+        """Standardised predictions in the target's units, or class numbers as class names."""
+        if self.spec.task == "regression":
+            return predictions * self.target_sd + self.target_mean
+        return [self.spec.classes[number] for number in predictions.flatten().tolist()]
+
+    def to_json(self) -> str:
+        """All of it as JSON; floats come back bit for bit. Warnings stay behind."""
+        return json.dumps(
+            dataclasses.asdict(dataclasses.replace(self, spec=dataclasses.replace(self.spec, warnings=[]))),
+            allow_nan=False,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` wrote."""
+        stored = json.loads(text, object_hook=_with_tuples)
+        return cls(
+            TableSpec(**stored["spec"] | {"warnings": []}),
+            tuple(Scale(**scale) for scale in stored["scales"]),
+            tuple(Choice(**choice) for choice in stored["choices"]),
+            stored["target_mean"],
+            stored["target_sd"],
+        )
+
+
+def _with_tuples(stored: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
+
+
+def _scale(name: str, moments: Moments) -> Scale:
+    if not math.isfinite(moments.squares):
+        raise DataError(
+            f"Column {name!r} holds numbers too large to square. Rescale it, or leave it out: --drop {name}"
+        )
+    return Scale(name, moments.mean, moments.sd, moments.missing > 0 and moments.count > 0)
+
+
+def _require(frame: polars.DataFrame, name: str, source: str) -> None:
+    if name not in frame.columns:
+        raise DataError(f"{source}: the column {name!r} is missing.{nearest(name, frame.columns)}")
