@@ -17,20 +17,39 @@ from coterie.errors import RunError
 
 def write_with(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk, and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        write(temporary)
-        with open(temporary, "rb+") as stream:
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            with open(temporary, "rb+") as stream:
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _flush_folder(path.parent)
+    except OSError as problem:
+        why = problem.strerror or str(problem)
+        raise RunError(
+            f"{path} cannot be written ({why}). Choose another place, or see to permissions and free space."
+        ) from problem
+
+
+def _flush_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def require_writable(path: Path) -> None:
+    """Refuse, before any work is done, a place where nothing can be written."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise RunError(f"{path} cannot be made: {parent} is a file, not a folder. Choose another place.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RunError(f"{path} cannot be made: {parent} may not be written to. Choose another place.")
 
 
 def write_text(path: Path, text: str) -> None:

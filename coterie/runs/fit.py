@@ -38,8 +38,8 @@ def fit(
 
     `out` makes a run folder that `resume` can go on from. `evaluate_every` rounds the validation rows (the
     training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
-    rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the scored round with the lowest
-    mean validation loss instead of the last ones.
+    rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the
+    scored round with the lowest mean validation loss instead of the last ones.
     """
     algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
     if rounds < 0:
@@ -53,12 +53,12 @@ def fit(
         "score_test": score_test,
         "checkpoint_every": checkpoint_every or 0,
     }
-    folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+    if out is not None:
+        RunFolder.require_free(Path(out))
     fed = fed.fresh()
     started = time.perf_counter()
-    fed.enter_round(0, None)
-    progress = Progress(0, algorithm.start(fed), History(), Best())
-    _score(fed, algorithm, progress, plan)
+    progress = _begin(fed, algorithm, plan)
+    folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
     return _train(fed, algorithm, progress, plan, folder, watch, started)
 
 
@@ -75,12 +75,21 @@ def resume(
     fed = (folder.federation() if fed is None else fed).fresh()
     folder.check_same(fed, anyway)
     started = time.perf_counter()
-    progress = checkpoint.load(folder.checkpoints, fed)
-    if progress is None:
-        fed.enter_round(0, None)
-        progress = Progress(0, algorithm.start(fed), History(), Best())
-        _score(fed, algorithm, progress, plan)
+    progress = checkpoint.load(folder.checkpoints, fed) or _begin(fed, algorithm, plan)
+    if folder.finished():
+        run = _train(fed, algorithm, progress, plan, None, watch, started)
+        run.folder = folder.path
+        return run
+    folder.sweep()
     return _train(fed, algorithm, progress, plan, folder, watch, started)
+
+
+def _begin(fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> Progress:
+    """Before the first round; an algorithm that cannot run on this federation says so here."""
+    fed.enter_round(0, None)
+    progress = Progress(0, algorithm.start(fed), History(), Best())
+    _score(fed, algorithm, progress, plan)
+    return progress
 
 
 def _train(

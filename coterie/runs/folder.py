@@ -29,13 +29,18 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoint"
 
+    @staticmethod
+    def require_free(path: Path) -> None:
+        """Refuse a place where something exists (a run is never overwritten) or nothing can be written."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            resume = f", or go on with `coterie resume {path}`" if _is_run(path) else ""
+            raise RunError(f"{path} exists already. Choose another folder, or delete it{resume}.")
+        files.require_writable(path / "config.toml")
+
     @classmethod
     def create(cls, path: Path, fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> RunFolder:
-        """A new folder with the settings of a run; an existing run is never overwritten."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(
-                f"{path} exists already. Choose another folder, delete it, or go on with `coterie resume {path}`."
-            )
+        """A new folder with the settings of a run."""
+        cls.require_free(path)
         folder = cls(path)
         config = {
             "coterie": coterie.__version__,
@@ -58,8 +63,22 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         if not (path / "config.toml").exists():
-            raise RunError(f"{path} is not a run folder: it has no config.toml")
-        return cls(path)
+            what = "is not a run folder: it has no config.toml" if path.exists() else "does not exist"
+            raise RunError(f"{path} {what}. Name the folder that `coterie fit --out` made.")
+        folder = cls(path)
+        config = folder.config
+        if "compare" in config:
+            runs = sorted(str(run.parent) for run in path.glob("*/config.toml"))
+            raise RunError(f"{path} holds a comparison. Name one of its runs: {', '.join(runs)}")
+        missing = [table for table in ("algorithm", "plan", "federation") if table not in config]
+        if missing:
+            raise RunError(f"{path}/config.toml is damaged: it has no [{missing[0]}]. Restore it from a copy.")
+        return folder
+
+    def sweep(self) -> None:
+        """Remove what a killed run left half-written."""
+        for temporary in self.path.rglob("*.tmp"):
+            temporary.unlink(missing_ok=True)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -126,6 +145,14 @@ class RunFolder:
                 "seconds": round(run.seconds, 3),
             },
         )
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        RunFolder.open(path)
+    except RunError:
+        return False
+    return True
 
 
 EXACT = ("torch", "threads", "device", "dtype", "stack")
