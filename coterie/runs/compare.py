@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,11 +117,13 @@ def compare(
     methods = _methods(algorithms)
     if seeds < 1 or rounds < 1 or budget < 1:
         raise SettingError(f"seeds, rounds and budget must be at least 1 (got {seeds}, {rounds}, {budget})")
-    if out is not None and Path(out).exists() and any(Path(out).iterdir()):
-        raise SettingError(f"{out} exists already; choose another folder or delete it")
+    if out is not None:
+        RunFolder.require_free(Path(out))
     trials: list[Trial] = []
     meter = _Meter(watch, sum(len(candidates(method, budget)) for method in methods) * seeds * rounds)
     for seed, fed in enumerate(_federations(source, client, target, seeds, table)):
+        if seed == 0:
+            _require_runnable(fed, methods)
         for method in methods:
             trials.append(_tuned(fed, method, seed, rounds, budget, meter))
     fed = trials[0].run.fed
@@ -141,6 +145,14 @@ def _methods(algorithms: Sequence[str | Algorithm]) -> list[Algorithm]:
     asked = [item if isinstance(item, Algorithm) else find(item)() for item in algorithms]
     known = {method.name for method in asked}
     return [find(name)() for name in BASELINES if name not in known] + asked
+
+
+def _require_runnable(fed: Federation, methods: Sequence[Algorithm]) -> None:
+    """Let every method start once: one that cannot run here says so before the others have trained."""
+    for method in methods:
+        trial = fed.fresh()
+        trial.enter_round(0, None)
+        method.start(trial)
 
 
 def _federations(
@@ -239,13 +251,27 @@ def _interval(gain: Tensor) -> tuple[float | None, float | None]:
 
 
 def _save(out: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
-    """compare.json, clients.parquet, and the first seed's run of every method as a folder of its own."""
-    for trial in comparison.trials:
-        if trial.seed == 0:
-            run = trial.run
-            plan = {"rounds": run.rounds, "evaluate_every": max(1, run.rounds // 20), "select": "best"}
-            RunFolder.create(out / trial.algorithm, run.fed, run.algorithm, plan).finish(run)
-    files.write_with(out / "clients.parquet", comparison.per_client().write_parquet)
-    files.write_json(out / "environment.json", environment(comparison.trials[0].run.fed))
-    files.write_toml(out / "config.toml", {"compare": settings})
-    files.write_json(out / "compare.json", comparison.json())
+    """compare.json, clients.parquet, and the first seed's run of every method as a folder of its own.
+
+    All of it goes into a folder beside `out`, which takes the name when it is complete.
+    """
+    partial = out.with_name(out.name + ".tmp")
+    try:
+        for trial in comparison.trials:
+            if trial.seed == 0:
+                run = trial.run
+                RunFolder.create(partial / trial.algorithm, run.fed, run.algorithm, _plan(run)).finish(run)
+        files.write_with(partial / "clients.parquet", comparison.per_client().write_parquet)
+        files.write_json(partial / "environment.json", environment(comparison.trials[0].run.fed))
+        files.write_toml(partial / "config.toml", {"compare": settings})
+        files.write_json(partial / "compare.json", comparison.json())
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _plan(run: Run) -> dict[str, Any]:
+    """What `resume` needs to repeat a run of `_tuned`."""
+    every = max(1, run.rounds // 20)
+    plan = {"rounds": run.rounds, "evaluate_every": every, "select": "best"}
+    return {**plan, "score_test": True, "checkpoint_every": 0}
