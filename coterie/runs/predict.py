@@ -66,8 +66,9 @@ class Predictor:
     def load(cls, folder: str | Path, model: Model | None = None) -> Predictor:
         """From a run folder; `model` is needed when it was a module of the user's own."""
         from coterie.models import from_description
+        from coterie.runs.folder import RunFolder
 
-        path = Path(folder) / "models"
+        path = RunFolder.open(Path(folder)).path / "models"
         if not (path / "model.json").exists():
             raise RunError(f"{folder} has no finished models; run `coterie resume {folder}` first")
         note = files.read_json(path / "model.json")
@@ -88,15 +89,17 @@ class Predictor:
         import polars
 
         from coterie.data import tables
+        from coterie.data.columns import labels
 
         frame = tables.read(table)
         if self.client_column not in frame.columns:
             hint = nearest(self.client_column, frame.columns)
             raise DataError(f"{_name(table)}: there is no client column {self.client_column!r}.{hint}")
         place = {name: k for k, name in enumerate(self.clients)}
-        names = [str(value) for value in frame[self.client_column].to_list()]
+        names = labels(frame[self.client_column]).to_list()
         rows = torch.tensor([place.get(name, len(place)) for name in names])
-        scores = self._scores(rows, self.model.prepare(self.preprocessor.encode(frame).to(self.personal.dtype)))
+        encoded = self.preprocessor.encode(frame, _name(table))
+        scores = self._scores(rows, self.model.prepare(encoded.to(self.personal.dtype)))
         columns = {self.client_column: frame[self.client_column], **self._outputs(scores)}
         warning = [None if row < len(place) else UNKNOWN for row in rows.tolist()]
         return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
