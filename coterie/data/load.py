@@ -60,16 +60,15 @@ def load_table(
     frame = tables.read(source)
     name = str(source) if isinstance(source, str | Path) else "the table"
     spec = tables.check(frame, client, target, cluster=cluster, drop=drop, task=task, source=name)
-    frame = frame.sort(client, maintain_order=True)
-    groups = frame.group_by(client, maintain_order=True).len()
-    sizes = torch.from_numpy(groups["len"].cast(int).to_numpy().copy())
+    frame, names, counts = tables.by_client(frame, client)
+    sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
     preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame[training.numpy()], spec))
     clusters, cluster_names = None, None
     if cluster is not None:
-        labels = frame.group_by(client, maintain_order=True).agg(_first(cluster))
-        clusters, cluster_names = encode_clusters(labels[cluster].to_list())
+        first_rows = (sizes.cumsum(0) - sizes).numpy()
+        clusters, cluster_names = encode_clusters(frame[cluster][first_rows].to_list())
     options = {
         "source": str(Path(source).resolve()) if isinstance(source, str | Path) else "",
         "client": client,
@@ -84,7 +83,7 @@ def load_table(
         preprocessor.encode_target(frame),
         sizes,
         model=default_model(spec.task) if model is None else model,
-        names=[str(value) for value in groups[client].to_list()],
+        names=names,
         clusters=clusters,
         cluster_names=cluster_names,
         split=fractions,
@@ -102,8 +101,3 @@ def default_model(task: str) -> Model:
     make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
     return make(l2=1e-3, intercept=True)
 
-
-def _first(column: str) -> Any:
-    import polars
-
-    return polars.col(column).first()

@@ -83,7 +83,6 @@ class Client:
             return self.full_grad(x)
         self._step += 1
         keys = randomness.fold(self._keys, self._step)
-        assert isinstance(keys, Tensor)
         batch = rows.minibatch(self._at, keys, self._batch)
         return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
 
@@ -121,7 +120,6 @@ class Client:
     def uniform(self, purpose: str, count: int = 1) -> Tensor:
         """Private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
         keys = randomness.fold(self._keys, purpose)
-        assert isinstance(keys, Tensor)
         return randomness.uniform(randomness.slots(keys, count), self._shard.dtype)
 
     def _pick(self, values: Tensor) -> Tensor:

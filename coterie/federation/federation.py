@@ -325,9 +325,8 @@ class Federation:
         if self.dropout == 0.0:
             return ids, each
         asked = self.everyone if ids is None else ids
-        base = randomness.key(self.seed, "dropout", self.round, self._calls).to(asked.device)
+        base = randomness.key(self.seed, "dropout", self.round, self._calls)
         keys = randomness.fold(base, asked)
-        assert isinstance(keys, Tensor)
         here = randomness.uniform(keys) >= self.dropout
         return asked[here], {name: value[here] for name, value in each.items()}
 

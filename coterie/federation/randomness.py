@@ -24,18 +24,18 @@ def key(*coordinates: Coordinate) -> Tensor:
     """Fold coordinates into an int64 key; tensors broadcast against each other."""
     folded: int | Tensor = 0
     for coordinate in coordinates:
-        folded = fold(folded, coordinate)
-    return folded if isinstance(folded, Tensor) else torch.tensor(folded)
+        if isinstance(folded, Tensor) or isinstance(coordinate, Tensor):
+            folded = fold(torch.as_tensor(folded), coordinate)
+        else:
+            folded = _mix_int(folded + _step(coordinate))
+    return torch.as_tensor(folded)
 
 
-def fold(base: int | Tensor, coordinate: Coordinate) -> int | Tensor:
-    """The key that follows `base` when one more coordinate is known."""
-    if isinstance(coordinate, str):
-        coordinate = _text(coordinate)
-    if isinstance(coordinate, int):
-        step = _signed((coordinate + 1) * _GOLDEN)
-        return _mix(base + step) if isinstance(base, Tensor) else _mix_int(base + step)
-    return _mix((coordinate + 1) * _GOLDEN + base)
+def fold(base: Tensor, coordinate: Coordinate) -> Tensor:
+    """The keys that follow `base` when one more coordinate is known."""
+    if isinstance(coordinate, Tensor):
+        return _mix((coordinate + 1) * _GOLDEN + base.to(coordinate.device))
+    return _mix(base + _step(coordinate))
 
 
 def integers(keys: Tensor, n: int | Tensor) -> Tensor:
@@ -95,9 +95,11 @@ def _ramp(count: int, device: torch.device) -> Tensor:
     return (torch.arange(count, device=device) + 1) * _GOLDEN
 
 
-@functools.lru_cache(maxsize=256)
-def _text(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+@functools.lru_cache(maxsize=1024)
+def _step(coordinate: int | str) -> int:
+    if isinstance(coordinate, str):
+        coordinate = int.from_bytes(hashlib.blake2b(coordinate.encode(), digest_size=7).digest(), "big")
+    return _signed((coordinate + 1) * _GOLDEN)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class Replies:
                 raise NobodyAnswered("no client answered, so there is nothing to average")
             return default
         values = self.named[name]
-        weights = torch.ones_like(self.weights) if uniform else self.weights
         flat = values.reshape(len(self), -1)
+        weights = (torch.ones_like(self.weights) if uniform else self.weights).to(flat.dtype)
         if by is None:
             return (weights.t() @ flat).div_(weights.sum()).view(values.shape[1:])
         count = len(default) if default is not None else int(by.max()) + 1

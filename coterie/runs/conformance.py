@@ -42,7 +42,7 @@ def check_algorithm(algorithm: Algorithm) -> list[str]:
     for check in CHECKS:
         try:
             check(algorithm)
-        except AssertionError as broken:
+        except Exception as broken:
             raise AssertionError(f"{algorithm.name}: {check.__name__}: {broken}") from broken
     return [check.__name__ for check in CHECKS]
 

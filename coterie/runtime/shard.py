@@ -147,12 +147,11 @@ class Shard:
 
     def _stacks(self, call: Call, visits: Visits) -> Iterator[tuple[Tensor | None, Client, slice | int]]:
         """The visits as stacks that fit into memory, or one by one."""
-        base = randomness.key(self.seed, call.phase, call.round, call.call).to(self.device)
+        base = randomness.key(self.seed, call.phase, call.round, call.call)
         ids = self.ids if visits.at is None else self.ids[visits.at]
         keys = randomness.fold(base, ids)
         if visits.nth is not None:
-            keys = randomness.fold(keys, visits.nth)
-        assert isinstance(keys, Tensor)
+            keys = torch.where(visits.nth > 0, randomness.key(keys, visits.nth), keys)
         batch = call.algorithm.batch
         if self.loop:
             for k in range(len(ids)):

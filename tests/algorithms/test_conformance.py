@@ -1,0 +1,126 @@
+"""Every algorithm found keeps every promise, and an algorithm that breaks one is caught."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from coterie import Algorithm, State, check_algorithm, setting
+from coterie.algorithms import all_algorithms
+from coterie.runs.conformance import CHECKS
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", sorted(all_algorithms()))
+def test_promise(name, check):
+    algorithm = all_algorithms()[name]()
+    check(algorithm.replace(batch=4 if algorithm.batch else 0))
+
+
+@dataclass(frozen=True)
+class Sound(Algorithm):
+    """Gradient descent x <- x - lr mean grad f_i(x) (Cauchy, 1847)."""
+
+    lr: float = setting(0.1, "step size", above=0)
+
+    def start(self, fed: Any) -> State:
+        return State(x=fed.initial_model())
+
+    def round(self, fed: Any, s: State, t: int) -> State:
+        return State(x=s.x - self.lr * fed.map(self.slope, x=s.x).mean())
+
+    def slope(self, client, x):
+        return client.grad(x)
+
+    def deploy(self, client, x):
+        return x
+
+    def traffic(self, d):
+        return {"slope": (d, d)}
+
+
+class ChangesInput(Sound):
+    def slope(self, client, x):
+        x += 0
+        x.sub_(client.grad(x))
+        return x
+
+
+class ChangesKept(Sound):
+    def begin(self, client, x):
+        client.keep.v = x + 1
+
+    def slope(self, client, x):
+        client.keep.v.mul_(0.5)
+        return client.keep.v
+
+    def traffic(self, d):
+        return {"begin": (d, 0), "slope": (d, d)}
+
+
+class ReadsOthers(Sound):
+    def slope(self, client, x):
+        return client.grad(x) - client.grad(x).mean(0)
+
+
+class AssumesAll(Sound):
+    def round(self, fed, s, t):
+        replies = fed.map(self.slope, x=s.x)
+        return State(x=s.x - self.lr * (replies.values * fed.sizes).sum(0) / fed.sizes.sum())
+
+
+class HasMemory(Sound):
+    def round(self, fed, s, t):
+        SEEN.append(t)
+        return State(x=super().round(fed, s, t).x + 1e-3 * len(SEEN))
+
+
+class Undeclared(Sound):
+    def traffic(self, d):
+        return {"slope": (d, 1)}
+
+
+class Uncited(Sound):
+    """Goes downhill."""
+
+
+SEEN: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("cls", "promise"),
+    [
+        (ChangesInput, "inputs_are_not_changed|stacked"),
+        (ChangesKept, "inputs_are_not_changed|stacked|chunks|messages"),
+        (ReadsOthers, "stacked_equals_one_by_one"),
+        (AssumesAll, "any_subset_may_answer"),
+        (HasMemory, "stacked|killed"),
+        (Undeclared, "ledger_equals_declaration"),
+        (Uncited, "documentation_names_its_source"),
+    ],
+)
+def test_a_broken_promise_is_caught(cls, promise):
+    with pytest.raises(AssertionError, match=promise):
+        check_algorithm(dataclass(frozen=True)(cls)())
+
+
+def test_a_sound_algorithm_passes():
+    assert len(check_algorithm(Sound())) == len(CHECKS)
+
+
+def test_nan_reaching_the_server_is_caught():
+    @dataclass(frozen=True)
+    class Hides(Sound):
+        """Turns NaN into a number that is shared (1847)."""
+
+        def slope(self, client, x):
+            grad = client.grad(x)
+            return torch.where(grad.isnan(), 1e300, grad)
+
+        def round(self, fed, s, t):
+            x = super().round(fed, s, t).x
+            return State(x=x * 1e300)
+
+    with pytest.raises(AssertionError):
+        check_algorithm(Hides())
