@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from coterie.algorithms import Algorithm, make
 from coterie.errors import NobodyAnswered, RunError, SettingError
@@ -57,9 +60,10 @@ def fit(
         RunFolder.require_free(Path(out))
     fed = fed.fresh()
     started = time.perf_counter()
-    progress = _begin(fed, algorithm, plan)
-    folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-    return _train(fed, algorithm, progress, plan, folder, watch, started)
+    with _threads(fed, algorithm):
+        progress = _begin(fed, algorithm, plan)
+        folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+        return _train(fed, algorithm, progress, plan, folder, watch, started)
 
 
 def resume(
@@ -73,15 +77,27 @@ def resume(
     folder = RunFolder.open(Path(path))
     algorithm, plan = folder.algorithm(), folder.plan()
     fed = (folder.federation() if fed is None else fed).fresh()
-    folder.check_same(fed, anyway)
     started = time.perf_counter()
-    progress = checkpoint.load(folder.checkpoints, fed) or _begin(fed, algorithm, plan)
-    if folder.finished():
-        run = _train(fed, algorithm, progress, plan, None, watch, started)
-        run.folder = folder.path
-        return run
-    folder.sweep()
-    return _train(fed, algorithm, progress, plan, folder, watch, started)
+    with _threads(fed, algorithm):
+        folder.check_same(fed, anyway)
+        progress = checkpoint.load(folder.checkpoints, fed) or _begin(fed, algorithm, plan)
+        if folder.finished():
+            run = _train(fed, algorithm, progress, plan, None, watch, started)
+            run.folder = folder.path
+            return run
+        folder.sweep()
+        return _train(fed, algorithm, progress, plan, folder, watch, started)
+
+
+@contextmanager
+def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
+    """Run with as many threads as the work is worth, then give torch its setting back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _begin(fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> Progress:

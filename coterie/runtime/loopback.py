@@ -86,6 +86,9 @@ class Nodes:
     def stack_size(self, batch: int) -> int:
         return self.nodes[0].shard.stack_size(batch)
 
+    def threads(self, batch: int, participation: float = 1.0) -> int:
+        return max(node.shard.threads(batch, participation) for node in self.nodes)
+
     def training_tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for node in self.nodes for tensor in node.shard.training_tensors())
 

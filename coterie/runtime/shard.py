@@ -23,6 +23,7 @@ from coterie.runtime.store import Store
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
+THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,17 @@ class Shard:
 
     def stack_size(self, batch: int) -> int:
         """How many clients are stacked at once."""
-        row = max(1, self.train.x[0].numel()) if len(self.train.x) else 1
-        return max(1, STACK_ELEMENTS // (4 * self.model.d + batch * row))
+        return max(1, STACK_ELEMENTS // (4 * self.model.d + batch * self._row_elements()))
+
+    def threads(self, batch: int, participation: float = 1.0) -> int:
+        """How many threads a round is worth: one for small tensors, else what torch is set to."""
+        rows = batch or self.train.largest
+        stack = len(self.train) * participation
+        work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements())
+        return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
+
+    def _row_elements(self) -> int:
+        return max(1, self.train.x[0].numel()) if len(self.train.x) else 1
 
     def _received(
         self, shared: dict[str, Any], each: dict[str, Tensor], client: Client, rows: slice | int
