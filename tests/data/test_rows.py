@@ -1,0 +1,73 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.data import rows as rows_module
+from coterie.data.rows import Rows
+from coterie.federation import randomness
+
+
+def ragged(sizes):
+    size = torch.tensor(sizes)
+    total = int(size.sum())
+    x = torch.arange(total, dtype=torch.float64).unsqueeze(-1) + 1
+    return Rows(x, x.squeeze(-1) * 10, size.cumsum(0) - size, size)
+
+
+def full_means(rows, at, sizes):
+    result = torch.full((len(sizes),), -1.0, dtype=torch.float64)
+    for place, batch in rows.full(at):
+        mean = (batch.x.squeeze(-1) * batch.weight).sum(-1)
+        result[slice(None) if place is None else place] = mean
+    return result
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.booleans())
+def test_full_batches_hold_every_row_once(sizes, small):
+    rows = ragged(sizes)
+    expected = torch.stack([rows.of(k)[0].mean() for k in range(len(sizes))])
+    limit = rows_module.PADDED_ELEMENTS
+    rows_module.PADDED_ELEMENTS = 16 if small else limit
+    try:
+        torch.testing.assert_close(full_means(rows, None, sizes), expected)
+        at = torch.arange(len(sizes)).flip(0)
+        torch.testing.assert_close(full_means(rows, at, sizes), expected.flip(0))
+    finally:
+        rows_module.PADDED_ELEMENTS = limit
+
+
+def test_one_client_needs_no_leading_axis():
+    rows = ragged([2, 3])
+    ((place, batch),) = rows.full(torch.tensor(1))
+    assert place is None and batch.x.squeeze(-1).tolist() == [3, 4, 5]
+    keys = randomness.key(0, torch.tensor(1))
+    assert rows.minibatch(torch.tensor(1), keys, 2).x.shape == (2, 1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 12))
+def test_minibatches_stay_inside_their_client(sizes, batch):
+    rows = ragged(sizes)
+    keys = randomness.key(5, torch.arange(len(sizes)))
+    drawn = rows.minibatch(None, keys, batch)
+    torch.testing.assert_close(drawn.weight.sum(-1), torch.ones(len(sizes), dtype=torch.float64))
+    for k, size in enumerate(sizes):
+        mine = set(rows.of(k)[0].squeeze(-1).tolist())
+        values = drawn.x[k].squeeze(-1)
+        assert set(values.tolist()) <= mine and torch.equal(drawn.y[k], values * 10)
+        if size <= batch:
+            torch.testing.assert_close((values * drawn.weight[k]).sum(), rows.of(k)[0].mean())
+
+
+def test_a_draw_does_not_depend_on_the_stack():
+    rows = ragged([50, 60, 70])
+    keys = randomness.key(5, torch.arange(3))
+    all_three, one = rows.minibatch(None, keys, 8), rows.minibatch(torch.tensor([2]), keys[2:], 8)
+    assert torch.equal(all_three.x[2], one.x[0])
+
+
+def test_subset_holds_the_rows_of_its_clients():
+    rows = ragged([2, 3, 1, 4])
+    part = rows.subset(torch.tensor([3, 1]))
+    assert part.x.squeeze(-1).tolist() == [7, 8, 9, 10, 3, 4, 5] and part.size.tolist() == [4, 3]

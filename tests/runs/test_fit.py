@@ -1,0 +1,115 @@
+import json
+
+import polars
+import pytest
+import torch
+
+from coterie import Federation, fit, models, resume
+from coterie.algorithms import make
+from coterie.errors import RunError, SettingError
+from coterie.runs.conformance import federation
+
+SPLIT = (0.6, 0.2, 0.2)
+
+
+def test_metrics_are_those_of_the_deployed_models():
+    run = fit(federation((30, 40, 50), split=SPLIT), make("ditto", lr=0.1), rounds=7, evaluate_every=3)
+    for split in ("train", "validation", "test"):
+        rows = run.fed.runtime.splits[split]
+        for k in range(3):
+            x, y = rows.of(k)
+            error = x @ run.personal[k] - y
+            assert float(run.score(split, "rmse")[k]) == pytest.approx(float(error.square().mean().sqrt()))
+            assert float(run.score(split, "loss")[k]) == pytest.approx(float(0.5 * error.square().mean()))
+    frame = run.metrics
+    assert frame.columns == ["round", "client", "split", "metric", "value"]
+    assert sorted(frame.filter(polars.col("split") == "validation")["round"].unique()) == [0, 3, 6, 7]
+    assert frame.filter(polars.col("split") == "test")["round"].unique().to_list() == [7]
+
+
+def test_clients_without_rows_in_a_split_have_no_line():
+    run = fit(federation((1, 40), split=SPLIT), make("fedavg"), rounds=2)
+    test = run.metrics.filter(polars.col("split") == "test")
+    assert test["client"].unique().to_list() == ["1"]
+
+
+def test_best_round_is_the_one_with_the_lowest_validation_loss():
+    fed = federation((12, 12, 12), split=SPLIT)
+    run = fit(fed, make("local", lr=0.5, steps=20, batch=0), rounds=40, evaluate_every=1, select="best")
+    rounds, losses = run.history.curve("validation", "loss")
+    assert run.deployed_round == rounds[losses.index(min(losses))] < 40
+    short = fit(fed, make("local", lr=0.5, steps=20, batch=0), rounds=run.deployed_round)
+    assert torch.equal(short.personal, run.personal)
+
+
+def test_fit_leaves_the_federation_as_it_was_and_repeats_itself():
+    fed = federation()
+    one, two = fit(fed, make("ditto"), rounds=3), fit(fed, make("ditto"), rounds=3)
+    assert torch.equal(one.personal, two.personal) and not fed.ledger.entries and not fed.begun.any()
+    other = fit(fed.fresh(seed=1), make("ditto", batch=4), rounds=3)
+    assert not torch.equal(other.personal, fit(fed, make("ditto", batch=4), rounds=3).personal)
+
+
+def test_a_client_does_not_depend_on_the_others_when_alone():
+    xs = [torch.randn(20, 3, dtype=torch.float64) for _ in range(5)]
+    ys = [torch.randn(20, dtype=torch.float64) for _ in range(5)]
+    few = fit(Federation.from_arrays(xs[:2], ys[:2], models.linear()), make("local", batch=4), rounds=4)
+    all_five = fit(Federation.from_arrays(xs, ys, models.linear()), make("local", batch=4), rounds=4)
+    torch.testing.assert_close(few.personal, all_five.personal[:2], rtol=0, atol=1e-14)
+
+
+def test_lost_rounds_are_counted_and_leave_the_state():
+    run = fit(federation((5, 5), dropout=0.9), make("fedavg"), rounds=30)
+    assert 10 < run.lost_rounds < 30
+
+
+def test_run_folder_holds_what_it_should(tmp_path):
+    run = fit(federation(split=SPLIT), make("ditto"), 5, tmp_path / "run", checkpoint_every=2)
+    files = {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file()}
+    assert {"config.toml", "environment.json", "metrics.parquet", "ledger.parquet", "result.json"} <= files
+    assert {"models/models.safetensors", "models/model.json", "checkpoint/checkpoint.json"} <= files
+    assert not [name for name in files if name.endswith(".tmp")]
+    assert polars.read_parquet(run.folder / "metrics.parquet").equals(run.metrics)
+    assert json.loads((run.folder / "environment.json").read_text())["torch"] == torch.__version__
+
+
+def test_folders_are_not_overwritten_and_strangers_are_refused(tmp_path):
+    fed = federation(split=SPLIT)
+    fit(fed, make("fedavg"), 2, tmp_path / "run")
+    with pytest.raises(RunError, match="exists already"):
+        fit(fed, make("fedavg"), 2, tmp_path / "run")
+    with pytest.raises(RunError, match="not a run folder"):
+        resume(tmp_path)
+    with pytest.raises(RunError, match="data must be given again"):
+        resume(tmp_path / "run")
+    with pytest.raises(RunError, match="have changed"):
+        resume(tmp_path / "run", federation((3, 4), split=SPLIT))
+
+
+def test_settings_are_checked():
+    with pytest.raises(SettingError, match="rounds is -1"):
+        fit(federation(), make("fedavg"), rounds=-1)
+    with pytest.raises(SettingError, match="'last' or 'best'"):
+        fit(federation(), make("fedavg"), select="first")
+    with pytest.raises(RunError, match="needs validation rows"):
+        fit(federation(), make("fedavg"), select="best")
+    with pytest.raises(SettingError, match="Did you mean 'ditto'"):
+        fit(federation(), "dito")
+    with pytest.raises(SettingError, match=r"lr = -1.* above 0"):
+        make("ditto", lr=-1)
+    with pytest.raises(SettingError, match="Did you mean 'lam'"):
+        make("ditto", lamb=1)
+    with pytest.raises(SettingError, match="not a whole number"):
+        make("ditto", steps="2.5")
+    with pytest.raises(SettingError, match="whole number"):
+        make("ditto", steps=2.5)
+    with pytest.raises(SettingError, match="not one of size, uniform"):
+        make("fedavg", weighting="equal")
+
+
+def test_model_of_a_client_predicts():
+    run = fit(federation(split=SPLIT), make("ditto"), rounds=3)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(run.model("2")(x).reshape(-1), x @ run.personal[2])
+    with pytest.raises(SettingError, match="no client '9'"):
+        run.model("9")

@@ -1,0 +1,47 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.runtime.store import Store
+
+N = 6
+writes = st.lists(
+    st.tuples(st.one_of(st.none(), st.sets(st.integers(0, N - 1), min_size=1)), st.integers(-99, 99)), max_size=8
+)
+
+
+@settings(deadline=None)
+@given(writes)
+def test_store_behaves_like_a_dict_of_rows(steps):
+    """Any order of partial and whole writes leaves each client its own newest row, also after a checkpoint."""
+    store, model, lent = Store(N), {}, []
+    for who, value in steps:
+        at = None if who is None else torch.tensor(sorted(who))
+        ids = list(range(N)) if who is None else sorted(who)
+        rows = torch.tensor([[value + k, k] for k in ids], dtype=torch.float64)
+        store.write("v", at, rows)
+        model.update({k: [value + k, k] for k in ids})
+        if len(model) == N:
+            lent.append((store.read("v", None), [list(model[k]) for k in range(N)]))
+    if model:
+        again = Store(N)
+        again.restore({name: value.clone() for name, value in store.snapshot().items()})
+        for place in (store, again):
+            have = torch.tensor(sorted(model))
+            assert place.read("v", have).tolist() == [model[int(k)] for k in have]
+    for value, expected in lent:
+        assert value.tolist() == expected
+
+
+def test_memory_follows_the_visited_clients():
+    store = Store(1_000_000)
+    store.write("v", torch.tensor([999_999, 5]), torch.ones(2, 100))
+    assert store.columns["v"].rows.shape[0] <= 4
+    assert store.snapshot()["v.rows"].shape == (2, 100)
+
+
+def test_one_client_without_a_leading_axis():
+    store = Store(3)
+    store.write("v", torch.tensor(1), torch.tensor([4.0, 5.0]))
+    assert store.read("v", torch.tensor(1)).tolist() == [4, 5]
+    assert store.read("v", torch.tensor([1])).tolist() == [[4, 5]]
