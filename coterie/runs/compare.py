@@ -90,9 +90,15 @@ class Comparison:
         gain = f"{row['improved']:.0f} % of the clients are better off on test rows, {row['harmed']:.0f} % worse"
         if row["gain_low"] is None:
             return f"Validation prefers {row['algorithm']}; against training alone {gain}."
-        interval = f"mean gain in {self.metric} {row['gain_low']:+.3f} to {row['gain_high']:+.3f} (95 % interval)"
+        low, high = self._signed(row["gain_low"]), self._signed(row["gain_high"])
+        interval = f"mean gain in {self.metric} {low} to {high} (95 % interval)"
         sure = "" if row["gain_low"] > 0 else ", so the gain is not certain"
         return f"Validation prefers {row['algorithm']}; against training alone {gain}; {interval}{sure}."
+
+    def _signed(self, gain: float) -> str:
+        if self.metric == "accuracy" or 0.1 <= abs(gain) < 1000:
+            return f"{gain:+.3f}"
+        return f"{gain:+.0f}" if abs(gain) >= 1 else f"{gain:+.3g}"
 
 
 def compare(
@@ -142,8 +148,10 @@ def compare(
 
 def _methods(algorithms: Sequence[str | Algorithm]) -> list[Algorithm]:
     """The baselines and what was asked for, each once, all names checked before anything runs."""
-    asked = [item if isinstance(item, Algorithm) else find(item)() for item in algorithms]
+    asked = [item if isinstance(item, Algorithm) else find(item)() for item in dict.fromkeys(algorithms)]
     known = {method.name for method in asked}
+    if len(known) < len(asked):
+        raise SettingError(f"one method twice among {[method.name for method in asked]}; give each once")
     return [find(name)() for name in BASELINES if name not in known] + asked
 
 
