@@ -6,52 +6,99 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.errors import CoterieError, SettingError
+from coterie import __version__
+from coterie.errors import CoterieError, DataError, SettingError, nearest
+from coterie.report import console
+
+if TYPE_CHECKING:
+    from coterie.runs.run import Run
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Personalized federated learning: every client gets the best model it can have.",
+    epilog="Example: coterie compare heart_disease --client hospital --target sick",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Look at a table before training.")
+data_app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at a table before training.",
+    epilog="Example: coterie data describe heart_disease --client hospital --target sick",
+)
 app.add_typer(data_app, name="data")
 
-TableArgument = Annotated[str, typer.Argument(help="CSV (plain or compressed), Parquet, or a bundled set such as heart_disease")]
-ClientOption = Annotated[str, typer.Option(help="column that names the client of a row")]
-TargetOption = Annotated[str, typer.Option(help="column to predict")]
-ClusterOption = Annotated[str | None, typer.Option(help="column that names the client's known cluster")]
-TaskOption = Annotated[str | None, typer.Option(help="classification or regression; guessed from the target if not given")]
-DropOption = Annotated[list[str] | None, typer.Option(help="column to leave out (may be repeated)")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="also write the result to this file")]
-RoundsOption = Annotated[int, typer.Option(min=1, help="communication rounds")]
+TableArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TABLE", help="CSV (plain or compressed), Parquet, or a bundled set such as heart_disease"
+    ),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run folder that `coterie fit` made")]
+ClientOption = Annotated[str, typer.Option(metavar="COLUMN", help="column that names the client of a row")]
+TargetOption = Annotated[str, typer.Option(metavar="COLUMN", help="column to predict")]
+ClusterOption = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="column that names the client's known cluster")
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(metavar="TASK", help="classification or regression; guessed from the target if not given"),
+]
+DropOption = Annotated[
+    list[str] | None, typer.Option(metavar="COLUMN", help="column to leave out (may be repeated)")
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="also write the result to this file")
+]
+RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 
-@app.command(epilog="Example: coterie compare heart_disease --client hospital --target sick")
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"coterie {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="Example: coterie compare heart_disease --client hospital --target sick --json result.json"
+)
 def compare(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
     cluster: ClusterOption = None,
     task: TaskOption = None,
-    algorithms: Annotated[str, typer.Option(help="methods beside local, fedavg and fine-tuned, with commas")] = "ditto",
-    seeds: Annotated[int, typer.Option(min=1, help="splits and repetitions")] = 3,
+    algorithms: Annotated[
+        str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
+    ] = "ditto",
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits and repetitions")] = 3,
     rounds: RoundsOption = 100,
-    budget: Annotated[int, typer.Option(min=1, help="settings tried per method")] = 8,
+    budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     drop: DropOption = None,
     json: JsonOption = None,
-    out: Annotated[Path | None, typer.Option(help="folder for models, metrics and per-client results")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder for models, metrics and per-client results")
+    ] = None,
 ) -> None:
     """Does collaborating help? Compare methods on your table, client by client."""
-    from coterie.report.tables import comparison_table
+    from coterie.report.tables import comparison_tables
     from coterie.runs.compare import compare as run_comparison
 
+    _require_place(json)
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
-    with _progress() as watch:
+    with console.progress() as watch:
         comparison = run_comparison(
             _source(table),
             client,
@@ -59,37 +106,48 @@ def compare(
             cluster=cluster,
             task=task,
             drop=drop or (),
-            algorithms=names,
+            algorithms=list(dict.fromkeys(names)),
             seeds=seeds,
             rounds=rounds,
             budget=budget,
             out=out,
             watch=watch,
         )
-    _warn(comparison.warnings)
-    _print(comparison_table(comparison))
-    _print(comparison.verdict())
+    console.notes(comparison.warnings)
+    console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
     _write_json(json, comparison.json())
     if out is not None:
-        _print(f"Written to {out}")
+        console.show(f"Written to {out}")
 
 
-@app.command(epilog="Example: coterie fit heart_disease --client hospital --target sick --algorithm ditto --set lam=0.3 --out runs/heart")
+@app.command(epilog="Example: coterie fit heart_disease --client hospital --target sick --out heart")
 def fit(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
-    out: Annotated[Path, typer.Option(help="run folder to make")],
-    algorithm: Annotated[str, typer.Option(help="method; `coterie algorithms` lists them")] = "ditto",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="hyperparameter, name=value (may be repeated)")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="run folder to make")],
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them")
+    ] = "ditto",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="hyperparameter, such as lam=0.3 (may be repeated)"),
+    ] = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     rounds: RoundsOption = 100,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="decides the split and every draw")] = 0,
     drop: DropOption = None,
-    dropout: Annotated[float, typer.Option(help="share of clients away in each call (simulation)")] = 0.0,
-    select: Annotated[str, typer.Option(help="deploy the 'last' models or the 'best' by validation loss")] = "last",
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="rounds between checkpoints; 0 goes by time")] = 0,
+    dropout: Annotated[
+        float, typer.Option(metavar="SHARE", help="share of clients away in each call (simulation)")
+    ] = 0.0,
+    select: Annotated[
+        str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' by validation loss")
+    ] = "last",
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
+    ] = 0,
+    json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
     from coterie.algorithms import make
@@ -97,64 +155,99 @@ def fit(
     from coterie.runs.fit import fit as train
 
     method = make(algorithm, **_assignments(settings or []))
+    _require_place(json)
     fed = load_table(
-        _source(table), client, target, cluster=cluster, task=task, drop=drop or (), seed=seed, dropout=dropout
+        _source(table),
+        client,
+        target,
+        cluster=cluster,
+        task=task,
+        drop=drop or (),
+        seed=seed,
+        dropout=dropout,
     )
-    _warn(fed.table.warnings)
-    with _progress() as watch:
+    console.notes(fed.table.warnings)
+    with _resumable(out), console.progress() as watch:
         run = train(
-            fed, method, rounds, out, select=select, checkpoint_every=checkpoint_every, watch=_rounds(watch, method.name)
+            fed,
+            method,
+            rounds,
+            out,
+            select=select,
+            checkpoint_every=checkpoint_every,
+            watch=_rounds(watch, method.name),
         )
-    _finished(run)
+    _finished(run, json)
 
 
 @app.command(epilog="Example: coterie resume runs/heart")
 def resume(
-    run: Annotated[Path, typer.Argument(help="run folder")],
-    anyway: Annotated[bool, typer.Option(help="go on although threads, device or versions differ")] = False,
+    run: RunArgument,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="go on although threads, device or versions differ")
+    ] = False,
+    json: JsonOption = None,
 ) -> None:
     """Go on with an interrupted run; the result is the same as without the interruption."""
     from coterie.runs.fit import resume as go_on
 
-    with _progress() as watch:
+    _require_place(json)
+    with _resumable(run), console.progress() as watch:
         finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name))
-    _finished(finished)
+    _finished(finished, json)
 
 
 @app.command(epilog="Example: coterie predict runs/heart new.csv --out predictions.csv")
 def predict(
-    run: Annotated[Path, typer.Argument(help="run folder")],
+    run: RunArgument,
     table: TableArgument,
-    out: Annotated[Path | None, typer.Option(help="CSV or Parquet file; printed if not given")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV or Parquet file; printed as CSV if not given")
+    ] = None,
+    json: JsonOption = None,
 ) -> None:
-    """Predict new rows, each with its client's model; an unknown client gets the common model and a warning."""
+    """Predict new rows, each with its client's model.
+
+    A client that was not in training gets the common model and a warning.
+    """
+    from coterie.report.tables import prediction_notes
     from coterie.runs import files
     from coterie.runs.predict import Predictor
 
-    predictions = Predictor.load(run)(_source(table))
+    source = _source(table)
+    for place in (out, json):
+        _require_place(place, other_than=source)
+    if out is not None and out.suffix not in (".csv", ".parquet", ".pq"):
+        raise SettingError(f"--out {out}: give it a name that ends in .csv or .parquet")
+    predictor = Predictor.load(run)
+    predictions = predictor(source)
+    console.notes(prediction_notes(predictions, predictor.client_column))
+    _write_json(json, predictions.to_dicts())
     if out is None:
         typer.echo(predictions.write_csv(), nl=False)
         return
-    write = predictions.write_parquet if out.suffix in (".parquet", ".pq") else predictions.write_csv
-    files.write_with(out, write)
-    unknown = predictions["warning"].is_not_null().sum()
-    _print(f"{len(predictions)} predictions written to {out}" + (f", {unknown} by the common model" if unknown else ""))
+    files.write_with(out, predictions.write_csv if out.suffix == ".csv" else predictions.write_parquet)
+    console.show(f"{len(predictions)} predictions written to {out}")
 
 
 @app.command(epilog="Example: coterie algorithms ditto")
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="one method, with its hyperparameters")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="one method, with its hyperparameters")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """List the methods, or explain one."""
     from coterie.algorithms import all_algorithms, find
     from coterie.report.tables import algorithm_page, algorithms_table, describe_algorithm
 
+    _require_place(json)
     if name is None:
-        _print(algorithms_table(list(all_algorithms().values())))
-        _write_json(json, [describe_algorithm(cls) for cls in all_algorithms().values()])
+        known = list(all_algorithms().values())
+        console.show(algorithms_table(known))
+        _write_json(json, [describe_algorithm(cls) for cls in known])
     else:
-        _print(algorithm_page(find(name)))
+        console.show(*algorithm_page(find(name)))
         _write_json(json, describe_algorithm(find(name)))
 
 
@@ -172,35 +265,43 @@ def describe(
     from coterie.data import tables
     from coterie.report.tables import description_tables
 
+    _require_place(json)
     source = _source(table)
     frame = tables.read(source)
-    spec = tables.check(frame, client, target, cluster=cluster, drop=drop or (), task=task, source=str(source))
+    spec = tables.check(
+        frame, client, target, cluster=cluster, drop=drop or (), task=task, source=str(source)
+    )
     description = tables.describe(frame, spec)
-    _warn(spec.warnings)
-    for part in description_tables(description):
-        _print(part)
+    console.notes(spec.warnings)
+    console.show(*description_tables(description))
     _write_json(json, description)
 
 
 @app.command(epilog="Example: coterie reproduce known-clusters/baselines --check")
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="experiment; without it, what exists is listed")] = None,
-    quick: Annotated[bool, typer.Option(help="a small version: fewer seeds and rounds")] = False,
-    check: Annotated[bool, typer.Option(help="exit with 1 if a row is not ok")] = False,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="experiment; without it, what exists is listed")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a small version: fewer seeds and rounds")] = False,
+    check: Annotated[bool, typer.Option("--check", help="exit with 1 if a row is not ok")] = False,
     json: JsonOption = None,
-    out: Annotated[Path | None, typer.Option(help="folder for table, plot and settings")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time; the number of cores if not given")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder for table, plot and settings")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="runs at a time; the number of cores if not given")
+    ] = None,
 ) -> None:
     """Repeat an experiment of the papers and show its numbers beside ours."""
     from coterie.report.tables import experiments_table
     from coterie.runs import experiments
 
     if name is None:
-        _print(experiments_table(experiments.experiments()))
+        console.show(experiments_table(experiments.experiments()))
         return
-    with _progress() as watch:
+    with console.progress() as watch:
         result = experiments.reproduce(name, quick=quick, out=out, jobs=jobs, watch=watch)
-    _print(result.table())
+    console.show(result.table())
     _write_json(json, result.json())
     if check and not result.ok:
         raise typer.Exit(1)
@@ -208,84 +309,79 @@ def reproduce(
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: what the user can put right is printed in one message, with exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         app(args=arguments)
     except CoterieError as problem:
-        _error(str(problem))
+        console.error(str(problem))
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as problem:
+        console.error(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
+        sys.exit(2)
 
 
-def _source(table: str) -> Any:
+def _source(table: str) -> str | Path:
     """A path, or the bundled table of that name."""
     from coterie.data import bundled
 
-    return bundled.path(table) if not Path(table).exists() and table in bundled.names() else table
+    path = Path(table)
+    if path.exists() or path.suffix:
+        return table
+    if table in bundled.names():
+        return bundled.path(table)
+    raise DataError(f"{table}: no such file or bundled table.{nearest(table, bundled.names())}")
+
+
+def _require_place(path: Path | None, other_than: str | Path = "") -> None:
+    """Refuse, before any work is done, an output file that cannot be written or is the input."""
+    from coterie.runs import files
+
+    if path is None:
+        return
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder; name a file to write")
+    if path.exists() and other_than and path.samefile(other_than):
+        raise SettingError(f"{path} is the table itself; name another file to write")
+    files.require_writable(path)
 
 
 def _assignments(pairs: list[str]) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     for pair in pairs:
-        name, equals, value = pair.partition("=")
+        name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not name:
             raise SettingError(f"--set {pair!r}: write name=value, for example --set lr=0.1")
-        values[name.strip()] = value.strip()
+        if name in values:
+            raise SettingError(f"--set {pair!r}: {name} was set before; set it once")
+        values[name] = value
     return values
-
-
-def _print(what: Any) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print(what, highlight=False)
-
-
-def _error(message: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {_plain(message)}", highlight=False)
-
-
-def _warn(warnings: list[str]) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True, soft_wrap=True)
-    for warning in warnings:
-        console.print(f"[yellow]Note:[/] {_plain(warning)}", highlight=False)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def watch(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield watch
 
 
 def _rounds(watch: Callable[[str, int, int], None], what: str) -> Callable[[int, int], None]:
     return lambda t, rounds: watch(what, t, rounds)
 
 
-def _finished(run: Any) -> None:
-    from coterie.report.tables import run_table
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Say, when the user stops a run, how to go on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "config.toml").exists():
+            console.notes([f"Stopped. Go on with: coterie resume {folder}"])
+        raise
 
-    _print(run_table(run))
-    _print(f"Run folder: {run.folder}")
+
+def _finished(run: Run, json: Path | None) -> None:
+    from coterie.report.tables import run_notes, run_summary, run_table
+
+    console.notes(run_notes(run))
+    console.show(run_table(run), f"Run folder: {run.folder}")
+    _write_json(json, run_summary(run))
 
 
 def _write_json(path: Path | None, value: Any) -> None:

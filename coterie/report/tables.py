@@ -1,70 +1,184 @@
-"""Results as tables for the terminal."""
+"""Results as tables for the terminal, and as JSON values."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from coterie.algorithms.base import Algorithm
+from coterie.data.columns import some
 from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
 
 if TYPE_CHECKING:
+    import polars
+
+    from coterie.algorithms.base import Algorithm
     from coterie.runs.compare import Comparison
     from coterie.runs.run import Run
 
+LEGEND = "improved, harmed and gain are against local; bold is what validation chose"
 
-def comparison_table(comparison: Comparison) -> Table:
-    """One line per method: how well, for whom, at what price."""
-    direction = "higher" if HIGHER_IS_BETTER[comparison.metric] else "lower"
-    table = Table(title=f"Test {comparison.metric} over {comparison.clients} clients ({direction} is better)")
-    table.add_column("method")
-    for name in (
-        "mean ± sd", "worst", "quartiles", "improved", "harmed", "gain over local, 95 %", "rounds", "MB up", "MB down", "s"
-    ):
-        table.add_column(name, justify="right")
-    best = comparison.chosen()
-    for row in comparison.rows:
-        own = row["algorithm"] == "local"
-        gain = "" if own or row["gain_low"] is None else f"{row['gain_low']:+.3f} … {row['gain_high']:+.3f}"
-        table.add_row(
-            row["algorithm"],
-            f"{row['mean']:.3f} ± {row['sd']:.3f}",
-            f"{row['worst']:.3f}",
-            f"{row['q25']:.3f} {row['median']:.3f} {row['q75']:.3f}",
-            "" if own else f"{row['improved']:.0f} %",
-            "" if own else f"{row['harmed']:.0f} %",
-            gain,
-            f"{row['rounds']:.0f}",
-            f"{row['mb_up']:.3f}",
-            f"{row['mb_down']:.3f}",
-            f"{row['seconds']:.1f}",
-            style="bold" if row["algorithm"] == best else None,
-        )
-    return table
+Column = tuple[str, list[str]]
+
+
+def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
+    """One line per method: how well, for whom, at what price. Two tables where one would not fit."""
+    title = f"Test {comparison.metric} over {comparison.clients} clients ({direction(comparison.metric)})"
+    method: Column = ("method", [row["algorithm"] for row in comparison.rows])
+    quality, quartiles, price = _quality(comparison), _quartiles(comparison), _price(comparison.rows)
+    best = method[1].index(comparison.chosen())
+    whole = _numbers(title, method, [*quality[:2], quartiles, *quality[2:], *price], best, LEGEND)
+    if Console(width=1000).measure(whole).maximum <= width:
+        return [whole]
+    return [_numbers(title, method, quality, best, LEGEND), _numbers("", method, [quartiles, *price], best)]
+
+
+def direction(metric: str) -> str:
+    """Which way the metric is better, in words."""
+    return "higher is better" if HIGHER_IS_BETTER[metric] else "lower is better"
+
+
+def _quality(comparison: Comparison) -> list[Column]:
+    rows, show = comparison.rows, _format(comparison)
+    alone = [row["algorithm"] == "local" for row in rows]
+    pairs = list(zip(rows, alone, strict=True))
+    return [
+        ("mean ± sd", [f"{show(row['mean'])} ± {show(row['sd'])}" for row in rows]),
+        ("worst", [show(row["worst"]) for row in rows]),
+        ("improved", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
+        ("harmed", ["" if own else f"{row['harmed']:.0f} %" for row, own in pairs]),
+        ("gain, 95 %", ["" if own else _interval(row, show) for row, own in pairs]),
+    ]
+
+
+def _interval(row: dict[str, Any], show: _Decimals) -> str:
+    if row["gain_low"] is None:
+        return ""
+    return f"{show(row['gain_low'], '+')} … {show(row['gain_high'], '+')}"
+
+
+def _quartiles(comparison: Comparison) -> Column:
+    show = _format(comparison)
+    return (
+        "quartiles",
+        [" ".join(show(row[name]) for name in ("q25", "median", "q75")) for row in comparison.rows],
+    )
+
+
+def _price(rows: list[dict[str, Any]]) -> list[Column]:
+    return [
+        ("rounds", [f"{row['rounds']:.0f}" for row in rows]),
+        ("MB up", [f"{row['mb_up']:.3f}" for row in rows]),
+        ("MB down", [f"{row['mb_down']:.3f}" for row in rows]),
+        ("s", [f"{row['seconds']:.1f}" for row in rows]),
+    ]
+
+
+def _format(comparison: Comparison) -> _Decimals:
+    return _Decimals.for_metric(comparison.metric, (row["mean"] for row in comparison.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decimals:
+    """Numbers of one kind with equally many decimals; a number too long for that in short form."""
+
+    places: int
+
+    @classmethod
+    def for_metric(cls, metric: str, values: Iterable[float]) -> _Decimals:
+        """Three decimals for shares; else four digits or more of a typical value."""
+        sizes = [abs(value) for value in values if value and math.isfinite(value)]
+        if metric == "accuracy" or not sizes:
+            return cls(3)
+        return cls(min(max(3 - math.floor(math.log10(statistics.median(sizes))), 0), 8))
+
+    def __call__(self, value: float, sign: str = "") -> str:
+        if not math.isfinite(value):
+            return "not finite"
+        text = f"{value:{sign}.{self.places}f}"
+        return text if len(text) <= self.places + 8 else f"{value:{sign}.3g}"
 
 
 def run_table(run: Run, most: int = 20) -> Table:
-    """Test (or validation, or training) metric per client; the middle is left out when there are many."""
+    """The metric of each client's deployed model; the middle is left out when there are many clients."""
+    split, metric, scores = _scores(run)
+    show = _Decimals.for_metric(metric, scores)
+    title = f"{run.algorithm.name}, models of round {run.deployed_round}: {split} {metric}"
+    title += f" ({direction(metric)}), mean {show(_mean(run, split, scores))}"
+    shown: list[int | None] = list(range(run.fed.n))
+    if run.fed.n > most:
+        shown = [*range(most // 2), None, *range(run.fed.n - most // 2, run.fed.n)]
+    sizes, scored = run.fed.rows["train"].tolist(), run.fed.rows[split].tolist()
+    lines = [
+        ("…", "…", "…")
+        if k is None
+        else (run.fed.names[k], str(sizes[k]), show(scores[k]) if scored[k] else "no rows")
+        for k in shown
+    ]
+    clients, rows, values = (list(column) for column in zip(*lines, strict=True))
+    return _numbers(title, ("client", clients), [("training rows", rows), (metric, values)])
+
+
+def run_summary(run: Run) -> dict[str, Any]:
+    """What `fit --json` and `resume --json` write."""
+    split, metric, scores = _scores(run)
+    return {
+        "algorithm": run.algorithm.name,
+        "settings": run.algorithm.settings(),
+        "rounds": run.rounds,
+        "deployed_round": run.deployed_round,
+        "metric": f"{split} {metric} ({direction(metric)})",
+        "mean": _finite(_mean(run, split, scores)),
+        "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
+        "seconds": run.seconds,
+        "folder": str(run.folder) if run.folder is not None else None,
+    }
+
+
+def _scores(run: Run) -> tuple[str, str, list[float]]:
+    """The most honest split there is, the task's metric, and its value for each client."""
     metric = main_metric(run.fed.model.task)
     split = next(split for split in ("test", "validation", "train") if run.fed.has_rows(split))
-    scores = run.score(split, metric)
-    table = Table(title=f"{run.algorithm.name}: {split} {metric}, mean {float(scores.nanmean()):.3f}")
-    table.add_column("client")
-    table.add_column("training rows", justify="right")
-    table.add_column(metric, justify="right")
-    shown = list(range(run.fed.n))
-    if run.fed.n > most:
-        shown = [*range(most // 2), -1, *range(run.fed.n - most // 2, run.fed.n)]
-    for k in shown:
-        if k < 0:
-            table.add_row("…", "…", "…")
-            continue
-        value = float(scores[k])
-        table.add_row(run.fed.names[k], str(int(run.fed.sizes[k])), "no rows" if value != value else f"{value:.3f}")
-    return table
+    return split, metric, run.score(split, metric).tolist()
+
+
+def _mean(run: Run, split: str, scores: Sequence[float]) -> float:
+    """Over the clients that have rows in the split."""
+    known = [score for score, size in zip(scores, run.fed.rows[split].tolist(), strict=True) if size]
+    return sum(known) / len(known)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def run_notes(run: Run) -> list[str]:
+    """Notes on answers that could not be used and rounds in which nobody answered."""
+    notes = []
+    if run.left_out:
+        who = dict.fromkeys(name for _, name, _ in run.left_out)
+        notes.append(
+            f"{len(run.left_out)} answers, from round {run.left_out[0][0]} on, were not finite and were left "
+            f"out ({some(who)}). A smaller step size may help."
+        )
+    if run.lost_rounds:
+        notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because nobody answered.")
+    return notes
+
+
+def prediction_notes(predictions: polars.DataFrame, client: str) -> list[str]:
+    """A note on the clients that the common model answered for."""
+    rows = predictions.filter(predictions["warning"].is_not_null())
+    names = rows[client].unique(maintain_order=True).to_list()
+    who = f"{len(names)} client(s) not seen in training, {some(names)}"
+    return [f"{who}: the common model predicts their {len(rows)} row(s)."] if names else []
 
 
 def describe_algorithm(cls: type[Algorithm]) -> dict[str, Any]:
@@ -74,74 +188,117 @@ def describe_algorithm(cls: type[Algorithm]) -> dict[str, Any]:
         "class": cls.__name__,
         "summary": _summary(cls),
         "settings": [
-            {"name": field.name, "default": field.default, **{k: v for k, v in field.metadata.items() if v is not None}}
+            {"name": field.name, "default": field.default}
+            | {key: value for key, value in field.metadata.items() if value is not None}
             for field in dataclasses.fields(cls)
         ],
     }
 
 
-def algorithms_table(classes: list[type[Algorithm]]) -> Table:
-    table = Table(title="Methods")
-    table.add_column("name")
-    table.add_column("what it does")
-    for cls in classes:
-        table.add_row(cls.name, _summary(cls))
-    return table
+def algorithms_table(classes: Sequence[type[Algorithm]]) -> Table:
+    rows = [(cls.name, _summary(cls)) for cls in classes]
+    return _words("Methods", ("name", "what it does"), rows)
 
 
-def algorithm_page(cls: type[Algorithm]) -> Table:
+def algorithm_page(cls: type[Algorithm]) -> list[str | Table]:
     """The docstring and the hyperparameters of one method."""
-    table = Table(title=f"{cls.name}\n\n{inspect.getdoc(cls)}", title_justify="left", title_style="")
-    for name in ("hyperparameter", "default", "range", "meaning"):
-        table.add_column(name)
-    for field in dataclasses.fields(cls):
-        limits = field.metadata
-        bounds = [
-            f"{sign} {limits[key]}" for key, sign in (("low", "≥"), ("above", ">"), ("high", "≤")) if limits.get(key) is not None
-        ]
-        allowed = ", ".join(limits["options"]) if limits.get("options") else ", ".join(bounds)
-        table.add_row(field.name, str(field.default), allowed, limits.get("help", ""))
-    return table
+    rows = [
+        (field.name, str(field.default), _allowed(field.metadata), field.metadata.get("help", ""))
+        for field in dataclasses.fields(cls)
+    ]
+    headers = ("hyperparameter", "default", "range", "meaning")
+    return [f"{cls.name}\n\n{inspect.getdoc(cls)}\n", _words("", headers, rows)]
 
 
-def experiments_table(found: list[tuple[str, str]]) -> Table:
-    table = Table(title="Experiments")
-    table.add_column("name")
-    table.add_column("what it repeats")
-    for name, title in found:
-        table.add_row(name, title)
-    return table
-
-
-def description_tables(description: dict[str, Any], most: int = 30) -> list[Any]:
-    """What `coterie data describe` prints: a summary line, columns, clients."""
-    summary = ", ".join(
-        f"{name.replace('_', ' ')}: {value}" for name, value in description.items() if not isinstance(value, dict | list)
-    )
-    parts: list[Any] = [summary]
-    for name in ("columns", "clients_table", "per_client"):
-        rows = description.get(name)
-        if rows:
-            parts.append(_rows_table(name.replace("_", " "), rows[:most], len(rows)))
-    return parts
-
-
-def _rows_table(title: str, rows: list[dict[str, Any]], total: int) -> Table:
-    table = Table(title=title if len(rows) == total else f"{title} (first {len(rows)} of {total})")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "))
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    return table
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_cell(part)}" for key, part in value.items())
-    return "" if value is None else str(value)
+def _allowed(limits: Any) -> str:
+    if limits.get("options"):
+        return ", ".join(limits["options"])
+    signs = (("low", "≥"), ("above", ">"), ("high", "≤"))
+    return ", ".join(f"{sign} {limits[key]}" for key, sign in signs if limits.get(key) is not None)
 
 
 def _summary(cls: type[Algorithm]) -> str:
     return (inspect.getdoc(cls) or "").partition("\n")[0]
+
+
+def experiments_table(found: list[tuple[str, str]]) -> Table:
+    return _words("Experiments", ("name", "what it repeats"), found)
+
+
+def description_tables(description: dict[str, Any], most: int = 30) -> list[str | Table]:
+    """What `coterie data describe` prints: a summary line, columns, clients."""
+    sizes = description["client_sizes"]
+    summary = (
+        f"{description['rows']} rows of {description['clients']} clients "
+        f"({sizes['min']:.0f} to {sizes['max']:.0f} rows, median {sizes['median']:.0f}); "
+        f"target {description['target']}: {description['task']}"
+    )
+    columns = [
+        (column["column"], column["kind"], _percent(column["missing_percent"] / 100), _values(column))
+        for column in description["columns"]
+    ]
+    clients = [
+        (client["client"], str(client["rows"]), _percent(client["missing_share"]), _target(client))
+        for client in description["per_client"]
+    ]
+    return [
+        summary,
+        _words(_some("Columns", columns, most), ("column", "kind", "missing", "values"), columns[:most]),
+        _words(_some("Clients", clients, most), ("client", "rows", "missing", "target"), clients[:most]),
+    ]
+
+
+def _some(title: str, rows: Sequence[Any], most: int) -> str:
+    return title if len(rows) <= most else f"{title} (first {most} of {len(rows)})"
+
+
+def _values(column: dict[str, Any], most: int = 5) -> str:
+    if column["kind"] == "numeric":
+        return f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
+    levels = column["levels"]
+    return f"{len(levels)} levels: {', '.join(levels[:most])}" + (", …" if len(levels) > most else "")
+
+
+def _target(client: dict[str, Any], most: int = 4) -> str:
+    """The mean of a client's target, or its commonest classes."""
+    if "target_mean" in client:
+        return f"mean {_short(client['target_mean'])}"
+    shares = sorted(client["class_shares"].items(), key=lambda pair: -pair[1])
+    if len(shares) <= most:
+        shares = list(client["class_shares"].items())
+    text = ", ".join(f"{name}: {_percent(share)}" for name, share in shares[:most])
+    rest = sum(share for _, share in shares[most:])
+    return f"{text}, others: {_percent(rest)}" if len(shares) > most else text
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e10 else f"{value:.4g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _numbers(
+    title: str, first: Column, columns: Sequence[Column], best: int | None = None, legend: str | None = None
+) -> Table:
+    """A column of names and columns of numbers, which are never cut."""
+    table = Table(title=Text(title) if title else None, caption=legend)
+    table.add_column(first[0], overflow="fold", min_width=min(max(map(len, first[1])), 12))
+    for header, cells in columns:
+        longest = max(map(len, (header, *cells)))
+        table.add_column(header, justify="right", no_wrap=True, min_width=longest)
+    for k, name in enumerate(first[1]):
+        cells = [name, *(cells[k] for _, cells in columns)]
+        table.add_row(*map(Text, cells), style="bold" if k == best else None)
+    return table
+
+
+def _words(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Columns of text, folded where they are too wide."""
+    table = Table(title=Text(title) if title else None)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
