@@ -1,0 +1,1 @@
+"""Speed and scale, measured as ratios in one run. `python -m benchmarks` runs all; never part of the tests."""
