@@ -1,8 +1,25 @@
 """Models: a loss over one flat parameter vector, its gradient, and what the engine asks besides."""
 
 from coterie.models.base import Model, dot, norm
+from coterie.models.checks import replace_batchnorm
 from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
+from coterie.models.network import network
+from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
-__all__ = ["Model", "dot", "from_description", "linear", "logistic", "norm", "softmax"]
+__all__ = [
+    "Model",
+    "charlstm",
+    "cnn",
+    "dot",
+    "from_description",
+    "linear",
+    "logistic",
+    "mlp",
+    "network",
+    "norm",
+    "replace_batchnorm",
+    "resnet9",
+    "softmax",
+]

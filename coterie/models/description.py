@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,18 @@ from coterie.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
-
-_KINDS: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
+from coterie.models.zoo import FACTORIES, restore
 
 
 def from_description(description: dict[str, Any]) -> Model:
     """The model that `describe()` described."""
+    kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
+    kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     settings = dict(description)
     name = settings.pop("model", None)
-    if name not in _KINDS:
-        raise SettingError(f"There is no model {name!r} to load.{nearest(str(name), _KINDS)}")
+    if name not in kinds:
+        raise SettingError(f"There is no model {name!r} to load.{nearest(str(name), kinds)}")
     try:
-        return _KINDS[name](**settings)
+        return kinds[name](**settings)
     except TypeError as problem:
         raise SettingError(f"The description of model {name!r} does not fit: {problem}") from problem

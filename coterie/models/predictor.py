@@ -29,3 +29,18 @@ class LinearPredictor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return predictions(self.linear(x.flatten(1).to(self.linear.weight.dtype)), self.task)
+
+
+class NetworkPredictor(nn.Module):
+    """A network, then the link of its task."""
+
+    def __init__(self, network: nn.Module, task: str) -> None:
+        super().__init__()
+        self.task = task
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            x = x.to(next(self.network.parameters()).dtype)
+        scores = self.network(x)
+        return predictions(scores.unsqueeze(-1) if scores.dim() == 1 else scores, self.task)

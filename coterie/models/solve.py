@@ -88,25 +88,30 @@ def lbfgs(
     tol: Tensor,
     history: int = 10,
     steps: int = 2000,
+    patience: int = 10,
 ) -> Solution:
-    """L-BFGS with Armijo backtracking; a problem whose loss falls no further ends where it is."""
+    """L-BFGS with Armijo backtracking; ends early where the loss has not moved for `patience` steps.
+
+    That is what happens at rounding level, and at a kink, where no gradient vanishes.
+    """
     stack = _Stack(w, (tol, *data))
     slope = grad(w, *data)
     moves = w.new_zeros(w.shape[0], history, w.shape[1])
     turns = torch.zeros_like(moves)
-    stuck = torch.zeros_like(stack.ids, dtype=torch.bool)
+    idle = torch.zeros_like(stack.ids)
     for count in range(steps + 1):
         converged = (norm(slope) <= stack.tensors[0]).squeeze(-1)
-        done = converged | stuck if count < steps else torch.ones_like(converged)
+        done = converged | (idle >= patience) if count < steps else torch.ones_like(converged)
         stay = stack.retire(done, w, slope, converged)
         if not stay.numel():
             break
         if stay.numel() < done.numel():
-            w, slope, moves, turns = w[stay], slope[stay], moves[stay], turns[stay]
+            w, slope, moves, turns, idle = w[stay], slope[stay], moves[stay], turns[stay], idle[stay]
         step = -_two_loops(slope, moves, turns)
         uphill = dot(step, slope) >= 0
         step = torch.where(uphill, -slope / norm(slope).clamp_min(1.0), step)
-        after, stuck = _descend(loss, w, slope, step, stack.tensors[1:])
+        after, progress = _descend(loss, w, slope, step, stack.tensors[1:])
+        idle = torch.where(progress, 0, idle + 1)
         bend = grad(after, *stack.tensors[1:])
         move, turn = after - w, bend - slope
         useful = dot(move, turn) > 1e-12 * norm(move) * norm(turn)
@@ -135,17 +140,18 @@ def _two_loops(slope: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
 def _descend(
     loss: Function, w: Tensor, slope: Tensor, step: Tensor, data: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Halve the step of each problem until its loss falls enough; the second value says where none did."""
+    """Halve the step of each problem until its loss falls enough; also whether it fell visibly, [k]."""
     start, fall = loss(w, *data), _ARMIJO * dot(slope, step)
-    slack = 8 * torch.finfo(w.dtype).eps * start.abs()
+    rounding = 8 * torch.finfo(w.dtype).eps * start.abs()
     t = torch.ones_like(start)
     for _ in range(_HALVINGS):
         trial = w + t * step
-        enough = loss(trial, *data) <= start + t * fall + slack
+        value = loss(trial, *data)
+        enough = value <= start + t * fall + rounding
         if bool(enough.all()):
-            return trial, torch.zeros_like(enough).squeeze(-1)
+            break
         t = torch.where(enough, t, t / 2)
-    return torch.where(enough, trial, w), ~enough.squeeze(-1)
+    return torch.where(enough, trial, w), (enough & (value < start - rounding)).squeeze(-1)
 
 
 def _solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
@@ -159,3 +165,23 @@ def _solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
             break
         ridge = torch.where(info > 0, 100 * ridge, ridge)
     return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
+
+
+def largest_curvature(curve: Function, start: Tensor, steps: int) -> Tensor:
+    """Largest |eigenvalue| of the symmetric map `curve` by `steps` of Lanczos from `start`, [..., 1]."""
+    tiny = torch.finfo(start.dtype).tiny
+    v, before = start / norm(start), torch.zeros_like(start)
+    beta, diagonal, beside = torch.zeros_like(v[..., :1]), [], []
+    for _ in range(steps):
+        u = curve(v) - beta * before
+        alpha = dot(u, v)
+        u = u - alpha * v
+        diagonal.append(alpha)
+        beta = norm(u)
+        beta = torch.where(beta > 1e-12 * alpha.abs(), beta, 0.0)
+        beside.append(beta)
+        v, before = torch.where(beta > 0, u / beta.clamp_min(tiny), 0.0), v
+    off = torch.cat(beside, -1)[..., :-1]
+    middle = torch.cat(diagonal, -1)
+    matrix = torch.diag_embed(middle) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+    return torch.linalg.eigvalsh(matrix).abs().amax(-1, keepdim=True)

@@ -1,0 +1,75 @@
+"""An nn.Module as a function of one flat parameter vector."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+class Skeleton:
+    """forward(w, x): the module with its trainable parameters, in their order, taken from `w` [d]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = copy.deepcopy(module).cpu().train()
+        trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.names = list(trainable)
+        self.shapes = [p.shape for p in trainable.values()]
+        self.sizes = [p.numel() for p in trainable.values()]
+        self.d = sum(self.sizes)
+        self.start = torch.cat([p.detach().reshape(-1).to(torch.float64) for p in trainable.values()])
+        self._constants: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        self._unrolls = bool(getattr(module, "can_unroll", False))
+
+    def __call__(self, w: Tensor, x: Tensor, unrolled: bool = False) -> Tensor:
+        """Output for rows `x`; `unrolled` asks modules that can for operations that stack well."""
+        parts = zip(self.names, w.split(self.sizes), self.shapes, strict=True)
+        values = {name: part.view(shape) for name, part, shape in parts}
+        options = {"unrolled": True} if unrolled and self._unrolls else {}
+        inputs = x.to(w.dtype) if x.is_floating_point() else x
+        return functional_call(self.module, {**values, **self.constants(w)}, (inputs,), options)
+
+    def constants(self, like: Tensor) -> dict[str, Tensor]:
+        """Buffers and frozen parameters, with the dtype (where floating) and device of `like`."""
+        key = (like.dtype, like.device)
+        if key not in self._constants:
+            self._constants[key] = {
+                name: value.detach().to(like.device, like.dtype if value.is_floating_point() else None)
+                for name, value in self._held()
+            }
+        return self._constants[key]
+
+    def filled(self, w: Tensor) -> nn.Module:
+        """A copy of the module with the parameters `w`, on the device and in the dtype of `w`."""
+        module = copy.deepcopy(self.module).to(w.device, w.dtype).eval()
+        targets = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, part in zip(self.names, w.split(self.sizes), strict=True):
+                targets[name].copy_(part.view_as(targets[name]))
+        return module
+
+    def saved_bytes(self, x: Tensor, dtype: torch.dtype) -> int:
+        """Bytes per row that a backward pass keeps, the parameters not counted."""
+        w = self.start.to(dtype).requires_grad_()
+        own = w.untyped_storage().data_ptr()
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = self(w, x)
+        del output
+        return max(1, sum(kept.values()) // len(x))
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_buffers()
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                yield name, parameter
