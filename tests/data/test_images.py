@@ -101,7 +101,7 @@ def _cifar10(folder: Path) -> Path:
 
 
 def _tar(path: Path, source: Path, mode: str) -> Path:
-    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+    with tarfile.open(path, mode, format=tarfile.USTAR_FORMAT) as archive:  # type: ignore[call-overload]
         archive.add(source, source.name)
     return path
 

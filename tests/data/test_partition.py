@@ -181,8 +181,12 @@ def test_power_law(enough: tuple[list[int], int, int], exponent: float, seed: in
     _assert_every_row_once(clients, pool)
     sizes = clients.sizes
     weight = torch.arange(1, n + 1, dtype=torch.float64) ** -exponent
-    ideal = min_rows + (len(labels) - n * min_rows) * weight / weight.sum()
-    assert int(sizes.min()) >= min_rows and float((sizes - ideal).abs().max()) < 1.0
+    ideal = weight / weight.sum() * (len(labels) - n * min_rows)
+    rounded_up = sizes - min_rows - ideal.floor()
+    assert set(rounded_up.tolist()) <= {0.0, 1.0}
+    remainders = (ideal - ideal.floor())[rounded_up.argsort(descending=True, stable=True)]
+    raised = int(rounded_up.sum())
+    assert raised == 0 or raised == n or remainders[:raised].min() >= remainders[raised:].max()
     assert _same(clients, partition.power_law(pool, n, exponent, min_rows, seed))
 
 
