@@ -95,8 +95,8 @@ def replace_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def groups_for(channels: int) -> int:
-    """Groups of at least two channels, at most 32 of them."""
-    return next(g for g in range(min(32, max(1, channels // 2)), 0, -1) if channels % g == 0)
+    """At most 32 groups, of four channels or more where there are so many."""
+    return next(g for g in range(min(32, max(1, channels // 4)), 0, -1) if channels % g == 0)
 
 
 def _group_norm(layer: _BatchNorm) -> nn.GroupNorm:

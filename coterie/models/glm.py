@@ -148,6 +148,13 @@ class Glm(Model):
         """Derivatives of the row losses in the scores; a new tensor [..., outputs, B]."""
         raise NotImplementedError
 
+    def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
+        """By how much the label beats each rival, [..., n, B]: the row loss falls in all of them."""
+        raise NotImplementedError
+
+    def _fill_gauge(self, matrix: Tensor) -> None:
+        """Add curvature to the Hessian in directions along which the loss is constant for any data."""
+
     def _solve_part(
         self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float, first: int
     ) -> Tensor:
@@ -162,24 +169,27 @@ class Glm(Model):
         def hessian(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
             matrix = self.hessian(w, *rows)
             matrix.diagonal(dim1=-2, dim2=-1).add_(pull)
+            if pull == 0:
+                self._fill_gauge(matrix)
             return matrix
 
-        def reach(step: Tensor, centre: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            change = (self._table(step) @ x.mT).abs() * (weight > 0).unsqueeze(-2)
-            return change.amax((-2, -1)).unsqueeze(-1)
+        def gains(step: Tensor, centre: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            change = self._margins(self._table(step) @ x.mT, y)
+            return (change * (weight > 0).unsqueeze(-2)).flatten(-2)
 
         rounding = 8 * torch.finfo(w.dtype).eps * dot(weight, torch.linalg.vector_norm(x, dim=-1))
         limit = rounding.clamp_min(tol)
         data = (w, x, y, weight)
         endless = self.l2 == 0 and pull == 0
         if self.d <= _NEWTON_LIMIT:
-            solution = newton(loss, grad, hessian, w, data, limit, reach if endless else None)
+            solution = newton(loss, grad, hessian, w, data, limit, gains if endless else None)
             bad = ~solution.converged
         else:
             solution = lbfgs(loss, grad, w, data, limit)
             bad = ~solution.converged
             if endless:
-                bad |= self._separated(solution.w, x, y, weight)
+                won = gains(solution.w, *data)
+                bad |= (won.amin(-1) >= 0) & (won.amax(-1) > 0)
         if bool(bad.any()):
             raise CoterieError(self._explain(solution, bad, first, endless, tol))
         return solution.w
@@ -197,11 +207,6 @@ class Glm(Model):
             f"{self.name}: client(s) {who} of the stack stopped at gradient norm {worst:.1e}, "
             f"above tol={tol:g}. Allow a larger tol, set a larger l2, or standardise the inputs."
         )
-
-    def _separated(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Whether every row is on the right side, which proves that no minimiser exists, [k]."""
-        right = self._row_losses(self._table(w) @ x.mT, y) < math.log(2) * 0.999
-        return (right | (weight == 0)).all(-1)
 
     def _check_classes_present(self, y: Tensor, weight: Tensor) -> None:
         """A free intercept runs off to infinity for a class that a client never sees."""
@@ -244,6 +249,9 @@ class Logistic(Glm):
         z = scores.squeeze(-2)
         return functional.softplus(z, threshold=50.0) - y.to(z.dtype) * z
 
+    def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
+        return scores * (2 * y - 1).unsqueeze(-2)
+
     def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
         return torch.sigmoid(scores).sub_(y.unsqueeze(-2))
 
@@ -275,9 +283,7 @@ class Softmax(Glm):
         weighted = likely * weight.unsqueeze(-2)
         mixed = (likely.mT.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
         matrix = -(mixed * weight.unsqueeze(-1)).mT @ mixed
-        blocks = matrix.unflatten(-1, (self.outputs, self.columns)).unflatten(
-            -3, (self.outputs, self.columns)
-        )
+        blocks = self._blocks(matrix)
         for c in range(self.outputs):
             blocks[..., c, :, c, :] += (x.mT * weighted[..., c : c + 1, :]) @ x
         matrix.diagonal(dim1=-2, dim2=-1).add_(self._penalty_diagonal(w))
@@ -286,6 +292,24 @@ class Softmax(Glm):
     def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
         chosen = scores.gather(-2, y.long().unsqueeze(-2)).squeeze(-2)
         return torch.logsumexp(scores, -2) - chosen
+
+    def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
+        hit = y.long().unsqueeze(-2)
+        margins = scores.gather(-2, hit) - scores
+        return margins.scatter(-2, hit, margins.amax(-2, keepdim=True))
+
+    def _fill_gauge(self, matrix: Tensor) -> None:
+        """Adding one number to the scores of all classes changes no probability."""
+        if self.l2 > 0 and not self.intercept:
+            return
+        free = slice(self.features, None) if self.l2 > 0 else slice(None)
+        size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None, None]
+        self._blocks(matrix).diagonal(dim1=-3, dim2=-1)[..., free] += size
+
+    def _blocks(self, matrix: Tensor) -> Tensor:
+        """A matrix [..., d, d] as [..., outputs, columns, outputs, columns]."""
+        shape = (self.outputs, self.columns)
+        return matrix.unflatten(-1, shape).unflatten(-3, shape)
 
     def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
         residuals = torch.softmax(scores, -2)

@@ -55,13 +55,14 @@ def newton(
     w: Tensor,
     data: tuple[Tensor, ...],
     tol: Tensor,
-    reach: Function | None = None,
+    gains: Function | None = None,
     steps: int = 100,
 ) -> Solution:
     """Damped Newton for convex problems: w <- w - t H^-1 g, t halved until the loss falls.
 
-    `reach(step, *data)` [k, 1], if given, must also fall to 0.1: on a problem without minimiser the
-    gradient vanishes while the Newton step does not, and so such a problem never counts as converged.
+    `gains(step, *data)` [k, n], if given, are changes of quantities in each of which the loss falls. A
+    step that lowers none of them proves that there is no minimiser and ends its problem unconverged;
+    while any changes by more than 0.1, a small gradient is no convergence: it vanishes at infinity, too.
     """
     stack = _Stack(w, (tol, *data))
     for count in range(steps + 1):
@@ -69,9 +70,12 @@ def newton(
         slope = grad(w, *rest)
         step = -_solve_positive(hessian(w, *rest), slope)
         converged = (norm(slope) <= limit).squeeze(-1)
-        if reach is not None:
-            converged &= (reach(step, *rest) <= 0.1).squeeze(-1)
-        done = converged if count < steps else torch.ones_like(converged)
+        endless = torch.zeros_like(converged)
+        if gains is not None:
+            change = gains(step, *rest)
+            converged &= change.abs().amax(-1) <= 0.1
+            endless = ~converged & (change.amax(-1) > 0) & (change.amin(-1) >= -1e-9 * change.amax(-1))
+        done = converged | endless if count < steps else torch.ones_like(converged)
         stay = stack.retire(done, w, slope, converged)
         if not stay.numel():
             break
