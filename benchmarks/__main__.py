@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -17,6 +18,7 @@ import torch
 from benchmarks.workloads import PlainLoop, images, least_squares_federation, logistic_federation
 from coterie import Federation, fit, models
 from coterie.algorithms import make
+from coterie.federation.build import from_rows
 
 
 def seconds_per_round(fed: Federation, algorithm: Any, rounds: int) -> float:
@@ -59,13 +61,13 @@ def many_clients(clients: int, sampled: int = 1000, rounds: int = 20) -> dict[st
     x = torch.randn(clients * 20, 20, generator=generator)
     y = (x[:, 0] + torch.randn(len(x), generator=generator) > 0).float()
     names = [str(k) for k in range(clients)]
-    fed = Federation.from_rows(
+    fed = from_rows(
         x, y, torch.full((clients,), 20), model=models.logistic(), names=names, dtype=torch.float32
     )
     algorithm = make("fedavg", participation=sampled / clients, batch=10)
     ends: list[float] = []
     fit(fed, algorithm, rounds, evaluate_every=0, watch=lambda t, total: ends.append(time.perf_counter()))
-    per_round = statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))
+    per_round = statistics.median(after - before for before, after in itertools.pairwise(ends))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return {"clients": clients, "sampled": sampled, "ms_per_round": 1000 * per_round, "peak_gb": peak}
 

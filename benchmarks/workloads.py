@@ -7,9 +7,12 @@ from torch import Tensor, nn
 
 from coterie import Federation, models
 from coterie.federation import randomness
+from coterie.federation.build import from_rows
 
 
-def images(clients: int = 100, low: int = 20, high: int = 100, features: int = 784, classes: int = 10) -> tuple:
+def images(
+    clients: int = 100, low: int = 20, high: int = 100, features: int = 784, classes: int = 10
+) -> tuple:
     """Ragged clients with `features` numbers per row and labels, float32."""
     sizes = low + randomness.integers(randomness.key(1, "size", torch.arange(clients)), high - low + 1)
     generator = torch.Generator().manual_seed(0)
@@ -20,7 +23,7 @@ def images(clients: int = 100, low: int = 20, high: int = 100, features: int = 7
 
 def logistic_federation(x: Tensor, y: Tensor, sizes: Tensor) -> Federation:
     names = [str(k) for k in range(len(sizes))]
-    return Federation.from_rows(x, y, sizes, model=models.softmax(intercept=True), names=names, dtype=torch.float32)
+    return from_rows(x, y, sizes, model=models.softmax(intercept=True), names=names, dtype=torch.float32)
 
 
 def least_squares_federation(clients: int = 400, rows: int = 100, d: int = 20) -> Federation:
@@ -28,7 +31,7 @@ def least_squares_federation(clients: int = 400, rows: int = 100, d: int = 20) -
     x = torch.randn(clients * rows, d, generator=generator, dtype=torch.float64)
     y = torch.randn(clients * rows, generator=generator, dtype=torch.float64)
     names = [str(k) for k in range(clients)]
-    return Federation.from_rows(
+    return from_rows(
         x, y, torch.full((clients,), rows), model=models.linear(), names=names, dtype=torch.float64
     )
 
@@ -53,7 +56,9 @@ class PlainLoop:
             optimizer = torch.optim.SGD(module.parameters(), lr=self.lr)
             client = randomness.fold(base, torch.tensor(k))
             for step in range(1, self.steps + 1):
-                chosen = randomness.integers(randomness.slots(randomness.fold(client, step), self.batch), len(y))
+                chosen = randomness.integers(
+                    randomness.slots(randomness.fold(client, step), self.batch), len(y)
+                )
                 inputs, labels = (x[chosen], y[chosen]) if len(y) > self.batch else (x, y)
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(module(inputs[:, :-1]), labels).backward()

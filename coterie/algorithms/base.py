@@ -70,7 +70,11 @@ class Algorithm:
         if "name" not in cls.__dict__:
             package, _, file = cls.__module__.rpartition(".")
             own = package == "coterie.algorithms"
-            cls.name = file.replace("_", "-") if own else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+            cls.name = (
+                file.replace("_", "-")
+                if own
+                else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+            )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -84,8 +88,8 @@ class Algorithm:
         """The server's state after round t = 1, 2, ..."""
         raise NotImplementedError
 
-    def deploy(self, client: Any, **received: Any) -> Tensor:
-        """The model the client uses; takes state fields by name, reads `client.keep`."""
+    def deploy(self, *client_and_state_fields: Any, **kwargs: Any) -> Tensor:
+        """The model a client uses: `deploy(self, client, x)` takes state fields by name, reads `client.keep`."""
         raise NotImplementedError
 
     def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -95,6 +99,10 @@ class Algorithm:
     def common(self, fed: Federation, s: State) -> Tensor | None:
         """The model of somebody who was not in training: the shared model `x`, where there is one."""
         return s.x if "x" in s else None
+
+    def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        """What is worth recording of the state when it is scored: [n] per client, [] for all, or a matrix."""
+        return {}
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Declared communication: floats down and up per visit, by phase. Checked against the ledger."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.errors import SettingError
 from coterie.federation.client import Client
 from coterie.federation.federation import Federation
 from coterie.federation.state import State
@@ -27,14 +25,12 @@ class Oracle(Algorithm):
     participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
-        if fed.clusters is None:
-            raise SettingError("oracle needs the true clusters: pass `--cluster COLUMN` or `clusters=`")
-        return State(centres=fed.initial_model().repeat(int(fed.clusters.max()) + 1, 1))
+        return State(centres=fed.initial_model().repeat(int(fed.known_clusters().max()) + 1, 1))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
         r = fed.map(self.train, each={"x": self._own(fed, s, ids)}, to=ids)
-        return State(centres=r.mean(by=fed.clusters, default=s.centres))
+        return State(centres=r.mean(by=fed.known_clusters(), default=s.centres))
 
     def train(self, client: Client, x: Tensor) -> Tensor:
         for _ in range(self.steps):
@@ -48,12 +44,12 @@ class Oracle(Algorithm):
         return {}, {"x": self._own(fed, s, None)}
 
     def common(self, fed: Federation, s: State) -> Tensor:
-        sizes = torch.zeros(len(s.centres), 1, dtype=fed.dtype).index_add_(0, fed.clusters, fed.sizes)
-        return (s.centres * sizes).sum(0) / sizes.sum()
+        return (self._own(fed, s, None) * fed.sizes).sum(0) / fed.sizes.sum()
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         return {"train": (d, d)}
 
     def _own(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
         """The centre of each client's cluster."""
-        return s.centres[fed.clusters if ids is None else fed.clusters[ids]]
+        clusters = fed.known_clusters()
+        return s.centres[clusters if ids is None else clusters[ids]]

@@ -1,0 +1,21 @@
+"""Data: readers, partitioners, generators, tables. Heavy libraries are imported where they are used."""
+
+from coterie.data import bundled, generate, partition
+from coterie.data.clients import Clients, Pool
+from coterie.data.images import cifar, idx
+from coterie.data.leaf_files import leaf
+from coterie.data.readers import arrays, columns, libsvm
+
+__all__ = [
+    "Clients",
+    "Pool",
+    "arrays",
+    "bundled",
+    "cifar",
+    "columns",
+    "generate",
+    "idx",
+    "leaf",
+    "libsvm",
+    "partition",
+]

@@ -55,7 +55,7 @@ def load_table(
     are fitted on training rows. Without a `model` it is linear, logistic or softmax regression with an
     intercept, by the kind of target.
     """
-    from coterie.federation.federation import Federation, encode_clusters
+    from coterie.federation.build import encode_clusters, from_rows
 
     frame = tables.read(source)
     name = str(source) if isinstance(source, str | Path) else "the table"
@@ -78,7 +78,7 @@ def load_table(
         "drop": list(drop),
         "split": list(fractions),
     }
-    return Federation.from_rows(
+    return from_rows(
         preprocessor.encode(frame),
         preprocessor.encode_target(frame),
         sizes,
@@ -100,4 +100,3 @@ def default_model(task: str) -> Model:
     """The model for a table: linear in the features, with an intercept and a touch of ridge."""
     make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
     return make(l2=1e-3, intercept=True)
-

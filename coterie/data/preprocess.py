@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.data import columns
+from coterie.data import column_types as columns
 from coterie.data.tables import TableSpec
 from coterie.errors import DataError, nearest
 

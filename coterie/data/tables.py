@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coterie.data import columns, delimited
+from coterie.data import column_types as columns
+from coterie.data import delimited
 from coterie.errors import DataError, SettingError, nearest
 
 if TYPE_CHECKING:

@@ -107,7 +107,11 @@ class Client:
         statistics = self._shard.statistics(self._at)
         if statistics is not None:
             return self._shard.model.solve_from(statistics, x, pull)
-        return self._over_rows(lambda *a: self._shard.model.solve(*a, tol=tol, pull=pull), x)
+
+        def solve(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            return self._shard.model.solve(w, inputs, targets, weight, tol, pull)
+
+        return self._over_rows(solve, x)
 
     def smoothness(self) -> Tensor:
         """L, the largest curvature of this client's loss, [..., 1]."""
@@ -135,7 +139,9 @@ class Client:
         rows = rows or self._shard.train
         result: Tensor | None = None
         for place, batch in rows.full(self._at):
-            part = function(x if place is None else x[place], batch.x, batch.y, self._group_weight(batch, place, rows))
+            part = function(
+                x if place is None else x[place], batch.x, batch.y, self._group_weight(batch, place, rows)
+            )
             if place is None:
                 return part
             if result is None:

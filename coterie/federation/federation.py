@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie.data.rows import Rows
-from coterie.data.split import split_rows
-from coterie.errors import DataError, SettingError
+from coterie.errors import SettingError
 from coterie.federation import randomness
 from coterie.federation.ledger import Entry, Ledger
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.models.base import Model
-from coterie.runtime.shard import Answer, Call, Shard, Visits
+from coterie.runtime.shard import Answer, Call, Visits
 
 
 class Federation:
@@ -60,9 +58,8 @@ class Federation:
         self.round, self._calls, self._all_begun = 0, 0, False
         self._state: State | None = None
 
-    @classmethod
+    @staticmethod
     def from_arrays(
-        cls,
         xs: Sequence[Any],
         ys: Sequence[Any],
         model: Model,
@@ -72,87 +69,38 @@ class Federation:
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        loop: bool = False,
-        dropout: float = 0.0,
-        truth: Tensor | None = None,
+        **options: Any,
     ) -> Federation:
-        """One array of inputs and one of targets per client; `split` is (train, validation, test)."""
-        from coterie.data.clients import Clients
+        """One array of inputs and one of targets per client; `split` is (train, validation, test).
 
-        codes, cluster_names = encode_clusters(clusters)
-        clients = Clients(
-            [torch.as_tensor(x) for x in xs],
-            [torch.as_tensor(y) for y in ys],
-            [str(k) for k in range(len(xs))] if names is None else [str(name) for name in names],
-            codes,
-            cluster_names,
-            truth,
-        )
-        x, y = torch.cat(clients.xs), torch.cat(clients.ys)
-        sizes = torch.tensor([len(part) for part in clients.ys])
-        dtype = dtype or (x.dtype if x.is_floating_point() else torch.float32)
-        return cls.from_rows(
-            x.to(dtype) if x.is_floating_point() else x,
-            y.to(dtype) if y.is_floating_point() else y,
-            sizes,
-            model=model,
-            names=clients.names,
-            clusters=codes,
-            cluster_names=cluster_names,
+        Further options: `loop` (clients one by one), `dropout` (share of clients away in a call), `truth`
+        ([n, d] true parameters of generated data).
+        """
+        from coterie.federation.build import from_arrays
+
+        return from_arrays(
+            xs,
+            ys,
+            model,
+            clusters=clusters,
+            names=names,
             split=split,
             seed=seed,
             dtype=dtype,
             device=device,
-            loop=loop,
-            dropout=dropout,
-            truth=truth,
+            **options,
         )
 
-    @classmethod
-    def from_rows(
-        cls,
-        x: Tensor,
-        y: Tensor,
-        sizes: Tensor,
-        *,
-        model: Model,
-        names: Sequence[str],
-        clusters: Tensor | None = None,
-        split: tuple[float, float, float] = (1.0, 0.0, 0.0),
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        loop: bool = False,
-        **more: Any,
-    ) -> Federation:
-        """Rows of all clients one after the other, `sizes` [n] of them each."""
-        device = torch.device("cpu" if device is None else device)
-        model = model.fit_to(x, y)
-        x = model.prepare(x)
-        if model.task != "multiclass":
-            y = y.to(dtype)
-        parts = split_rows(sizes, split, seed)
-        splits = {
-            name: Rows(x[part.order], y[part.order], part.start, part.size).to(device)
-            for name, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test))
-        }
-        clusters = None if clusters is None else clusters.to(device)
-        shard = Shard(splits, model, seed, dtype, clusters, loop=loop)
-        return cls(
-            shard,
-            model=model,
-            names=names,
-            rows={name: part.size for name, part in splits.items()},
-            clusters=clusters,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            **more,
-        )
+    @staticmethod
+    def from_clients(clients: Any, model: Model, **options: Any) -> Federation:
+        """What a reader, partitioner or generator of `coterie.data` returned; options as in `from_arrays`."""
+        from coterie.federation.build import from_clients
 
-    @classmethod
-    def from_table(cls, source: Any, client: str, target: str, **options: Any) -> Federation:
-        """A CSV or Parquet file, or a data frame, with a client column; see `coterie.data.load_table`."""
+        return from_clients(clients, model, **options)
+
+    @staticmethod
+    def from_table(source: Any, client: str, target: str, **options: Any) -> Federation:
+        """A CSV or Parquet file, or a data frame, with a client column; options as in `coterie.data.load`."""
         from coterie.data.load import load_table
 
         return load_table(source, client=client, target=target, **options)
@@ -173,6 +121,12 @@ class Federation:
             table=self.table,
             truth=self.truth,
         )
+
+    def known_clusters(self) -> Tensor:
+        """The cluster of every client [n], where it is known; an error that says how to tell it otherwise."""
+        if self.clusters is None:
+            raise SettingError("this method needs known clusters: pass `--cluster COLUMN` or `clusters=`")
+        return self.clusters
 
     def initial_model(self) -> Tensor:
         """Starting parameters [d], a function of the seed."""
@@ -236,7 +190,9 @@ class Federation:
     def _scores(self, answers: dict[str, Tensor]) -> dict[str, Tensor]:
         empty = answers["rows"] == 0
         scores = {
-            name: torch.where(empty, torch.nan, value).squeeze(-1) for name, value in answers.items() if name != "rows"
+            name: torch.where(empty, torch.nan, value).squeeze(-1)
+            for name, value in answers.items()
+            if name != "rows"
         }
         if self.table is not None and "rmse" in scores:
             scores["rmse"] = scores["rmse"] * self.table.target_scale
@@ -273,7 +229,13 @@ class Federation:
         return answers
 
     def _call(
-        self, algorithm: Any, phase: str, ids: Tensor | None, shared: dict[str, Any], each: dict[str, Tensor], link: str
+        self,
+        algorithm: Any,
+        phase: str,
+        ids: Tensor | None,
+        shared: dict[str, Any],
+        each: dict[str, Tensor],
+        link: str,
     ) -> Replies:
         asked = self.everyone if ids is None else ids
         visits = Visits(ids, occurrences(ids))
@@ -289,6 +251,17 @@ class Federation:
             named = {name: value[answer.good] for name, value in named.items()}
         return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
 
+    def exchange(self, name: str, link: str, down: Tensor | None = None, up: Tensor | None = None) -> None:
+        """Meter what the server exchanges with others that hold no data, such as cluster heads: a row for each."""
+        entry = Entry(self.round, "setup" if self.round == 0 else "train", name, link)
+        self.ledger.add(
+            entry,
+            *(
+                (0, 0, 0) if part is None else (len(part), part.numel(), part.numel() * part.element_size())
+                for part in (down, up)
+            ),
+        )
+
     def _meter(
         self,
         kind: str,
@@ -299,20 +272,13 @@ class Federation:
         visited: int,
         named: dict[str, Tensor],
     ) -> None:
-        floats, size = 0, 0
-        for value in shared.values():
-            floats += value.numel() if isinstance(value, Tensor) else 1
-            size += value.numel() * value.element_size() if isinstance(value, Tensor) else 8
-        floats, size = floats * visited, size * visited
-        for value in each.values():
-            floats += value.numel()
-            size += value.numel() * value.element_size()
-        up_floats = sum(value.numel() for value in named.values())
-        up_bytes = sum(value.numel() * value.element_size() for value in named.values())
+        floats, size = payload(shared.values())
+        own_floats, own_size = payload(each.values())
+        floats, size = floats * visited + own_floats, size * visited + own_size
+        up_floats, up_size = payload(named.values())
         down = (visited if floats else 0, floats, size)
-        self.ledger.add(
-            Entry(self.round, kind, phase, link), down, (visited if up_floats else 0, up_floats, up_bytes)
-        )
+        up = (visited if up_floats else 0, up_floats, up_size)
+        self.ledger.add(Entry(self.round, kind, phase, link), down, up)
 
     def _check_rows(self, phase: str, ids: Tensor | None, each: dict[str, Tensor]) -> None:
         count = self.n if ids is None else len(ids)
@@ -355,6 +321,15 @@ class Federation:
         self.round, self._calls, self._state = t, 0, state
 
 
+def payload(values: Iterable[Any]) -> tuple[int, int]:
+    """Floats and bytes of what is sent; a plain number is one float of eight bytes."""
+    floats, size = 0, 0
+    for value in values:
+        count, each = (value.numel(), value.element_size()) if isinstance(value, Tensor) else (1, 8)
+        floats, size = floats + count, size + count * each
+    return floats, size
+
+
 @functools.lru_cache(maxsize=256)
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)[1:]
@@ -381,15 +356,3 @@ def occurrences(ids: Tensor | None) -> Tensor | None:
     place = torch.arange(len(ids), device=ids.device)
     group_start = torch.where(first, place, 0).cummax(0).values
     return torch.empty_like(ids).index_copy_(0, order, place - group_start)
-
-
-def encode_clusters(labels: Sequence[Any] | Tensor | None) -> tuple[Tensor | None, list[str] | None]:
-    """Cluster labels of any kind as 0..K-1 and their names in sorted order."""
-    if labels is None:
-        return None, None
-    values = labels.tolist() if isinstance(labels, Tensor) or hasattr(labels, "tolist") else list(labels)
-    if any(value is None for value in values):
-        raise DataError(f"client {values.index(None)} has no cluster; give every client one")
-    known = sorted(set(values))
-    code = {value: k for k, value in enumerate(known)}
-    return torch.tensor([code[value] for value in values]), [str(value) for value in known]

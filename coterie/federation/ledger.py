@@ -34,7 +34,9 @@ class Ledger:
             for k, value in enumerate((*down, *up)):
                 counts[k] += value
 
-    def total(self, count: str, kind: str | None = None, phase: str | None = None, link: str | None = None) -> int:
+    def total(
+        self, count: str, kind: str | None = None, phase: str | None = None, link: str | None = None
+    ) -> int:
         """Sum of one of `COUNTS`, optionally of one kind, phase or link. Evaluation counts only if asked for."""
         column = COUNTS.index(count)
         return sum(

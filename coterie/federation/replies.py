@@ -60,7 +60,9 @@ class Replies:
         member = by[self.ids] == torch.arange(count, device=by.device).unsqueeze(-1)
         share = member.to(weights.dtype) * weights.t()
         total = share.sum(-1, keepdim=True)
-        average = ((share @ flat) / total.clamp(min=torch.finfo(total.dtype).tiny)).view(count, *values.shape[1:])
+        average = ((share @ flat) / total.clamp(min=torch.finfo(total.dtype).tiny)).view(
+            count, *values.shape[1:]
+        )
         if default is None:
             return average
         empty = (total == 0).view(-1, *[1] * (values.dim() - 1))

@@ -8,7 +8,7 @@ The weights carry the reduction: 1/B each for a mean, 1 each for a sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,24 @@ class Model:
 
     def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
         """Minimiser, started at w, of loss + pull/2 |. - w|^2, to gradient norm tol."""
+        raise NotImplementedError
+
+    has_statistics: ClassVar[bool] = False
+
+    def statistics(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Sums over rows from which loss, gradient and minimiser follow, where there are such (least squares)."""
+        raise NotImplementedError
+
+    def loss_from(self, stats: tuple[Tensor, ...], w: Tensor) -> Tensor:
+        """`loss` from the statistics."""
+        raise NotImplementedError
+
+    def grad_from(self, stats: tuple[Tensor, ...], w: Tensor) -> Tensor:
+        """`grad` from the statistics."""
+        raise NotImplementedError
+
+    def solve_from(self, stats: tuple[Tensor, ...], w: Tensor, pull: float = 0.0) -> Tensor:
+        """`solve` from the statistics."""
         raise NotImplementedError
 
     def module(self, w: Tensor) -> nn.Module:

@@ -13,7 +13,7 @@ from coterie.models.base import dot
 from coterie.models.glm import Glm, gram_eigenvalues
 from coterie.models.targets import check_column
 
-Statistics = tuple[Tensor, Tensor, Tensor]
+Statistics = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Linear(Glm):
 
     name: ClassVar[str] = "linear"
     curvature: ClassVar[float] = 1.0
+    has_statistics: ClassVar[bool] = True
 
     @property
     def task(self) -> str:

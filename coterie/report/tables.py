@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coterie.data.columns import some
+from coterie.data.column_types import some
 from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
 
 if TYPE_CHECKING:

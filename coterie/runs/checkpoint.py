@@ -58,7 +58,9 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
     }
     path = folder / f"round-{progress.round:09d}.safetensors"
     files.write_tensors(path, tensors, note)
-    files.write_json(folder / POINTER, {"file": path.name, "round": progress.round, "sha256": files.sha256(path)})
+    files.write_json(
+        folder / POINTER, {"file": path.name, "round": progress.round, "sha256": files.sha256(path)}
+    )
     for old in folder.glob("round-*.safetensors"):
         if old != path:
             old.unlink(missing_ok=True)

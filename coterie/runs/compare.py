@@ -58,7 +58,11 @@ class Comparison:
 
     def json(self) -> dict[str, Any]:
         direction = "higher" if HIGHER_IS_BETTER[self.metric] else "lower"
-        return {"metric": f"{self.metric} ({direction} is better)", "clients": self.clients, "rows": self.rows}
+        return {
+            "metric": f"{self.metric} ({direction} is better)",
+            "clients": self.clients,
+            "rows": self.rows,
+        }
 
     def per_client(self) -> polars.DataFrame:
         """algorithm, seed, client, test metric."""
@@ -86,8 +90,12 @@ class Comparison:
         """One sentence: does collaborating help?"""
         row = next(row for row in self.rows if row["algorithm"] == self.chosen())
         if row["algorithm"] == "local":
-            return "Validation prefers training alone: no method that collaborates did better for these clients."
-        gain = f"{row['improved']:.0f} % of the clients are better off on test rows, {row['harmed']:.0f} % worse"
+            return (
+                "Validation prefers training alone: no method that collaborates did better for these clients."
+            )
+        gain = (
+            f"{row['improved']:.0f} % of the clients are better off on test rows, {row['harmed']:.0f} % worse"
+        )
         if row["gain_low"] is None:
             return f"Validation prefers {row['algorithm']}; against training alone {gain}."
         low, high = self._signed(row["gain_low"]), self._signed(row["gain_high"])
@@ -169,7 +177,9 @@ def _federations(
     if isinstance(source, Federation):
         for split in ("validation", "test"):
             if not source.has_rows(split):
-                raise DataError(f"a comparison needs {split} rows; build the federation with split=(0.6, 0.2, 0.2)")
+                raise DataError(
+                    f"a comparison needs {split} rows; build the federation with split=(0.6, 0.2, 0.2)"
+                )
         yield from (source.fresh(seed) for seed in range(seeds))
         return
     if client is None or target is None:
@@ -178,7 +188,9 @@ def _federations(
         fed = Federation.from_table(source, client=client, target=target, seed=seed, **table)
         for split in ("validation", "test"):
             if not fed.has_rows(split):
-                raise DataError(f"{source}: no client has enough rows for {split} rows; five or more each are needed")
+                raise DataError(
+                    f"{source}: no client has enough rows for {split} rows; five or more each are needed"
+                )
         yield fed
 
 
@@ -188,7 +200,12 @@ def _tuned(fed: Federation, method: Algorithm, seed: int, rounds: int, budget: i
     lowest = math.inf
     for candidate in candidates(method, budget):
         run = fit(
-            fed, candidate, rounds, select="best", score_test=False, watch=meter.watch(f"{method.name}, seed {seed}")
+            fed,
+            candidate,
+            rounds,
+            select="best",
+            score_test=False,
+            watch=meter.watch(f"{method.name}, seed {seed}"),
         )
         loss = mean_over_clients(run.score("validation", "loss"))
         if best is None or loss < lowest:

@@ -56,9 +56,15 @@ def federation(
     x = randomness.normal(randomness.slots(keys, d))
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     slope = randomness.normal(randomness.slots(randomness.key(8, "slope", torch.arange(len(sizes)) % 2), d))
-    y = (x * slope[owner]).sum(-1) + 0.1 * randomness.normal(randomness.key(9, "noise", torch.arange(sum(sizes))))
+    y = (x * slope[owner]).sum(-1) + 0.1 * randomness.normal(
+        randomness.key(9, "noise", torch.arange(sum(sizes)))
+    )
     return Federation.from_arrays(
-        x.split(sizes), y.split(sizes), model or models.linear(l2=0.1), torch.arange(len(sizes)) % 2, **options
+        x.split(sizes),
+        y.split(sizes),
+        model or models.linear(l2=0.1),
+        torch.arange(len(sizes)) % 2,
+        **options,
     )
 
 
@@ -150,7 +156,9 @@ def ledger_equals_declaration(algorithm: Algorithm) -> None:
         down = run.fed.ledger.total("floats_down", phase=phase)
         up = run.fed.ledger.total("floats_up", phase=phase)
         expected = (declared[phase][0] * visits, declared[phase][1] * visits)
-        assert (down, up) == expected, f"{phase}: ledger {(down, up)}, declared {expected} for {visits} visits"
+        assert (down, up) == expected, (
+            f"{phase}: ledger {(down, up)}, declared {expected} for {visits} visits"
+        )
 
 
 def documentation_names_its_source(algorithm: Algorithm) -> None:
@@ -229,7 +237,9 @@ class _Watchful(Shard):
     """A shard that counts visits and sees whether a phase changed its inputs or what clients keep."""
 
     def __init__(self, shard: Shard) -> None:
-        super().__init__(shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop)
+        super().__init__(
+            shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop
+        )
         self.visits: dict[str, int] = {}
 
     def fresh(self, seed: int | None = None) -> _Watchful:
@@ -244,8 +254,12 @@ class _Watchful(Shard):
         kept_before = {name: value.clone() for name, value in kept.items()}
         answer = super().run(call, visits, *rest, **named)
         for name, value in given.items():
-            assert torch.equal(value, before[name]), f"phase {call.phase!r} changes its input {name!r} in place"
+            assert torch.equal(value, before[name]), (
+                f"phase {call.phase!r} changes its input {name!r} in place"
+            )
         for name, value in kept.items():
             lent = self.store.columns[name].rows is not value
-            assert not lent or torch.equal(value, kept_before[name]), f"phase {call.phase!r} changes kept {name!r}"
+            assert not lent or torch.equal(value, kept_before[name]), (
+                f"phase {call.phase!r} changes kept {name!r}"
+            )
         return answer

@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.errors import RunError
 
 
-def write_with(path: Path, write: Callable[[Path], None]) -> None:
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk, and rename it."""
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -53,7 +53,7 @@ def require_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -84,7 +84,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as stream:
             note = json.loads((stream.metadata() or {}).get("note", "{}"))
-            return {name: stream.get_tensor(name) for name in stream.keys()}, note  # noqa: SIM118
+            return {name: stream.get_tensor(name) for name in stream.keys()}, note
     except FileNotFoundError:
         raise RunError(f"{path} does not exist") from None
     except (SafetensorError, json.JSONDecodeError, OSError) as problem:
@@ -101,7 +101,11 @@ def write_toml(path: Path, tables: dict[str, Any]) -> None:
     lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():
         if isinstance(table, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items() if value is not None)]
+            lines += [
+                "",
+                f"[{name}]",
+                *(f"{key} = {_toml(value)}" for key, value in table.items() if value is not None),
+            ]
     write_text(path, "\n".join(lines).lstrip() + "\n")
 
 

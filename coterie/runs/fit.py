@@ -130,7 +130,7 @@ def _train(
             _score(fed, algorithm, progress, plan)
         if watch is not None:
             watch(t, rounds)
-        if folder is not None and t < rounds and clock.due(t):
+        if folder is not None and (clock.due(t) if t < rounds else not folder.can_write_tables()):
             checkpoint.save(folder.checkpoints, fed, progress)
             clock.saved()
     return _finish(fed, algorithm, progress, plan, folder, started)
@@ -173,20 +173,23 @@ def _finish(
 
 
 def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
-    """Validation metrics of this round; remembers the models if they are the best so far."""
-    if not fed.has_rows("validation"):
-        if plan["select"] == "best":
-            raise RunError("select='best' needs validation rows; give a split with some")
-        if progress.round < plan["rounds"] and plan["evaluate_every"]:
-            progress.history.add(progress.round, "train", fed.evaluate(algorithm, progress.state, "train"))
+    """Validation metrics of this round and what the algorithm shows; remembers the models if the best so far."""
+    t, ends = progress.round, progress.round == plan["rounds"]
+    validated = fed.has_rows("validation")
+    if plan["select"] == "best" and not validated:
+        raise RunError("select='best' needs validation rows; give a split with some")
+    if not ends and not plan["evaluate_every"]:
         return
-    if progress.round < plan["rounds"] and not plan["evaluate_every"]:
+    progress.history.add(t, "server", algorithm.observe(fed, progress.state))
+    if not validated:
+        if not ends:
+            progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train"))
         return
     values = fed.evaluate(algorithm, progress.state, "validation")
-    progress.history.add(progress.round, "validation", values)
+    progress.history.add(t, "validation", values)
     loss = mean_over_clients(values["loss"])
     if plan["select"] == "best" and loss < progress.best.loss:
-        progress.best = Best(progress.round, loss, fed.personal(algorithm, progress.state))
+        progress.best = Best(t, loss, fed.personal(algorithm, progress.state))
 
 
 class _Clock:
@@ -206,4 +209,3 @@ class _Clock:
     def saved(self) -> None:
         took = time.monotonic() - self.last
         self.wait = max(CHECKPOINT_SECONDS, took / CHECKPOINT_SHARE)
-

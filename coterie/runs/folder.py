@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import platform
 from pathlib import Path
@@ -14,7 +15,7 @@ import coterie
 from coterie.algorithms import Algorithm, make
 from coterie.errors import RunError
 from coterie.federation.federation import Federation
-from coterie.runs import checkpoint, files
+from coterie.runs import files
 
 if TYPE_CHECKING:
     from coterie.runs.run import Run
@@ -72,7 +73,9 @@ class RunFolder:
             raise RunError(f"{path} holds a comparison. Name one of its runs: {', '.join(runs)}")
         missing = [table for table in ("algorithm", "plan", "federation") if table not in config]
         if missing:
-            raise RunError(f"{path}/config.toml is damaged: it has no [{missing[0]}]. Restore it from a copy.")
+            raise RunError(
+                f"{path}/config.toml is damaged: it has no [{missing[0]}]. Restore it from a copy."
+            )
         return folder
 
     def sweep(self) -> None:
@@ -107,7 +110,10 @@ class RunFolder:
         options = {name: value for name, value in data.items() if name != "model"}
         settings = self.config["federation"]
         return load_table(
-            **options, model=from_description(json.loads(data["model"])), seed=settings["seed"], dropout=settings["dropout"]
+            **options,
+            model=from_description(json.loads(data["model"])),
+            seed=settings["seed"],
+            dropout=settings["dropout"],
         )
 
     def check_same(self, fed: Federation, anyway: bool) -> None:
@@ -122,19 +128,22 @@ class RunFolder:
                 f"{self.path} cannot be resumed bit for bit here ({changes}). Use the same setting, or pass --anyway."
             )
 
+    def can_write_tables(self) -> bool:
+        """Without polars a run ends with a checkpoint, and `coterie resume` writes the tables elsewhere."""
+        return importlib.util.find_spec("polars") is not None
+
     def finish(self, run: Run) -> None:
         """Models, tables and, last, the result that marks the run as complete."""
         from coterie.runs.predict import save_models
 
         save_models(self.path / "models", run)
-        try:
-            metrics, ledger = run.metrics, run.ledger
-        except ImportError:  # no polars here: `coterie resume` writes the tables elsewhere
-            progress = checkpoint.Progress(run.rounds, run.state, run.history, checkpoint.Best(), run.lost_rounds)
-            checkpoint.save(self.checkpoints, run.fed, progress)
+        traces = run.history.traces(run.fed.n)
+        if traces:
+            files.write_tensors(self.path / "traces.safetensors", traces)
+        if not self.can_write_tables():
             return
-        files.write_with(self.path / "metrics.parquet", metrics.write_parquet)
-        files.write_with(self.path / "ledger.parquet", ledger.write_parquet)
+        files.write_with(self.path / "metrics.parquet", run.metrics.write_parquet)
+        files.write_with(self.path / "ledger.parquet", run.ledger.write_parquet)
         files.write_json(
             self.path / RESULT,
             {

@@ -1,4 +1,4 @@
-"""Metrics over rounds: a value per round, split, metric and client."""
+"""Metrics over rounds: a value per round, split, metric and client, and what algorithms show of their state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class History:
-    """Blocks of one value per client; NaN where a client has no rows in a split."""
+    """Blocks of one value per client; NaN where a client has no rows in a split.
 
-    blocks: list[tuple[int, str, str, Tensor]] = field(default_factory=list)  # round, split, metric, [n]
+    What an algorithm observes of its own state has the split 'server': one value per client [n], one for the
+    federation [], or anything else (a matrix of weights), which is a trace and not a metric.
+    """
+
+    blocks: list[tuple[int, str, str, Tensor]] = field(default_factory=list)  # round, split, metric, value
 
     def add(self, t: int, split: str, values: dict[str, Tensor]) -> None:
         self.blocks += [(t, split, metric, value.cpu().double()) for metric, value in values.items()]
@@ -34,7 +38,7 @@ class History:
         return [t for t, _ in points], [value for _, value in points]
 
     def frame(self, names: list[str]) -> polars.DataFrame:
-        """Long table: round, client, split, metric, value. Clients without rows in a split have no line."""
+        """Long table: round, client (null: the federation), split, metric, value. NaN has no line."""
         import polars
 
         schema = {
@@ -45,8 +49,11 @@ class History:
             "value": polars.Float64,
         }
         clients = polars.Series("client", names, dtype=polars.String)
+        nobody = polars.Series("client", [None], dtype=polars.String)
         parts = [
-            polars.DataFrame({"client": clients, "value": polars.Series("value", value.numpy())})
+            polars.DataFrame(
+                {"client": nobody if value.dim() == 0 else clients, "value": value.reshape(-1).numpy()}
+            )
             .filter(polars.col("value").is_not_nan())
             .select(
                 polars.lit(t, polars.Int64).alias("round"),
@@ -56,8 +63,17 @@ class History:
                 "value",
             )
             for t, split, metric, value in self.blocks
+            if value.dim() == 0 or value.shape == (len(names),)
         ]
         return polars.concat(parts) if parts else polars.DataFrame(schema=schema)
+
+    def traces(self, clients: int) -> dict[str, Tensor]:
+        """Observed values that are not metrics, as `name.round`."""
+        return {
+            f"{metric}.{t}": value
+            for t, _, metric, value in self.blocks
+            if value.dim() > 0 and value.shape != (clients,)
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"history.{k}": block[3] for k, block in enumerate(self.blocks)}
@@ -68,7 +84,8 @@ class History:
     @classmethod
     def restore(cls, index: list[list[object]], tensors: dict[str, Tensor]) -> History:
         blocks = [
-            (int(str(t)), str(split), str(metric), tensors[f"history.{k}"]) for k, (t, split, metric) in enumerate(index)
+            (int(str(t)), str(split), str(metric), tensors[f"history.{k}"])
+            for k, (t, split, metric) in enumerate(index)
         ]
         return cls(blocks)
 

@@ -59,7 +59,12 @@ class Predictor:
             raise RunError("this run was not made from a table; use run.model(client) on encoded features")
         table = run.fed.table
         return cls(
-            run.fed.model, run.personal, run.common(), run.fed.names, table.options["client"], table.preprocessor
+            run.fed.model,
+            run.personal,
+            run.common(),
+            run.fed.names,
+            table.options["client"],
+            table.preprocessor,
         )
 
     @classmethod
@@ -89,7 +94,7 @@ class Predictor:
         import polars
 
         from coterie.data import tables
-        from coterie.data.columns import labels
+        from coterie.data.column_types import labels
 
         frame = tables.read(table)
         if self.client_column not in frame.columns:

@@ -92,4 +92,3 @@ class Run:
     def __repr__(self) -> str:
         done = f"{self.algorithm.name}, {self.rounds} rounds, {self.fed.n} clients, d = {self.fed.d}"
         return f"Run({done}, {self.seconds:.1f} s)"
-

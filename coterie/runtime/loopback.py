@@ -28,7 +28,9 @@ class Node:
         if header["algorithm"] != algorithm.name or header["phase"] not in phases(algorithm):
             raise wire.WireError(f"{algorithm.name} has no phase {header['phase']!r}")
         shared = {**header["numbers"], **_under("shared.", tensors)}
-        call = Call(algorithm, header["phase"], header["round"], header["call"], shared, _under("each.", tensors))
+        call = Call(
+            algorithm, header["phase"], header["round"], header["call"], shared, _under("each.", tensors)
+        )
         welcome = None
         if header["begins"]:
             welcome = {**header["welcome_numbers"], **_under("welcome.", tensors)}
@@ -75,7 +77,9 @@ class Nodes:
     ) -> Answer:
         return self._ask(call, visits, welcome, lasting, "")
 
-    def evaluate(self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None) -> Answer:
+    def evaluate(
+        self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None
+    ) -> Answer:
         return self._ask(call, visits, welcome, False, split)
 
     def score(self, weights: Tensor, split: str) -> dict[str, Tensor]:
@@ -94,7 +98,9 @@ class Nodes:
 
     def snapshot(self) -> dict[str, Tensor]:
         return {
-            f"{k}/{name}": value for k, node in enumerate(self.nodes) for name, value in node.shard.snapshot().items()
+            f"{k}/{name}": value
+            for k, node in enumerate(self.nodes)
+            for name, value in node.shard.snapshot().items()
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
@@ -134,7 +140,9 @@ class Nodes:
         if visits.nth is not None:
             tensors["nth"] = visits.nth[mine]
         tensors |= {f"each.{name}": value[mine] for name, value in call.each.items()}
-        tensors |= {f"shared.{name}": value for name, value in call.shared.items() if isinstance(value, Tensor)}
+        tensors |= {
+            f"shared.{name}": value for name, value in call.shared.items() if isinstance(value, Tensor)
+        }
         start = welcome or {}
         tensors |= {f"welcome.{name}": value for name, value in start.items() if isinstance(value, Tensor)}
         header = {
@@ -144,14 +152,26 @@ class Nodes:
             "call": call.call,
             "numbers": {name: value for name, value in call.shared.items() if not isinstance(value, Tensor)},
             "begins": welcome is not None,
-            "welcome_numbers": {name: value for name, value in start.items() if not isinstance(value, Tensor)},
+            "welcome_numbers": {
+                name: value for name, value in start.items() if not isinstance(value, Tensor)
+            },
             "lasting": lasting,
             "split": split,
         }
         return wire.encode(header, tensors)
 
 
-SERVER_SIDE = {"start", "round", "handout", "common", "traffic", "replace", "settings", "from_theory"}
+SERVER_SIDE = {
+    "start",
+    "round",
+    "handout",
+    "common",
+    "observe",
+    "traffic",
+    "replace",
+    "settings",
+    "from_theory",
+}
 
 
 def phases(algorithm: Any) -> set[str]:
@@ -165,4 +185,3 @@ def phases(algorithm: Any) -> set[str]:
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-

@@ -79,7 +79,13 @@ class Shard:
     def fresh(self, seed: int | None = None) -> Shard:
         """The same clients with nothing kept; shares rows and statistics."""
         shard = Shard(
-            self.splits, self.model, self.seed if seed is None else seed, self.dtype, self.clusters, self.ids, self.loop
+            self.splits,
+            self.model,
+            self.seed if seed is None else seed,
+            self.dtype,
+            self.clusters,
+            self.ids,
+            self.loop,
         )
         shard._statistics = self._statistics
         return shard
@@ -131,14 +137,18 @@ class Shard:
             named = as_reply(reply if then is None else then(client, reply), call.phase)
             good = self._good(named, client, call.phase)
             if lasting and visits.nth is not None and client.keep.__dict__["_written"]:
-                raise CoterieError(f"phase {call.phase!r} keeps state but visits a client more than once in one call")
+                raise CoterieError(
+                    f"phase {call.phase!r} keeps state but visits a client more than once in one call"
+                )
             if lasting:
                 self._commit(client, at, good)
             parts.append(named)
             goods.append(good)
         return self._join(parts, goods)
 
-    def evaluate(self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None) -> Answer:
+    def evaluate(
+        self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None
+    ) -> Answer:
         """Metrics of the deployed models on one split; nothing is kept."""
 
         def score(client: Client, weights: Tensor) -> dict[str, Tensor]:
@@ -237,11 +247,13 @@ class Shard:
         filled = []
         for part, good in zip(parts, goods, strict=True):
             count = length or len(next(iter(part.values()), torch.empty(0)))
-            filled.append(torch.ones(count, dtype=torch.bool, device=self.device) if good is None else good.reshape(-1))
+            filled.append(
+                torch.ones(count, dtype=torch.bool, device=self.device) if good is None else good.reshape(-1)
+            )
         return Answer(named, torch.cat(filled))
 
     def _statistics_pay(self) -> bool:
-        if not hasattr(self.model, "statistics") or self.loop and len(self.train) > 10_000:
+        if not self.model.has_statistics or (self.loop and len(self.train) > 10_000):
             return False
         d, clients, rows = self.model.d, len(self.train), len(self.train.x)
         return clients * d * d <= STATISTICS_ELEMENTS and clients * d <= 4 * rows
@@ -250,7 +262,8 @@ class Shard:
         everyone = Client(self, None, self.ids, 0)
         d = self.model.d
         parts = [
-            torch.zeros(len(self.train), *shape, dtype=self.dtype, device=self.device) for shape in ((d, d), (d,), (1,))
+            torch.zeros(len(self.train), *shape, dtype=self.dtype, device=self.device)
+            for shape in ((d, d), (d,), (1,))
         ]
         for place, batch in self.train.full(None):
             weight = everyone._group_weight(batch, place, self.train)

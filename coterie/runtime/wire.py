@@ -14,7 +14,15 @@ from coterie.errors import CoterieError
 VERSION = 1
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+    )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 MOST_BYTES = 1 << 34

@@ -66,7 +66,9 @@ def test_local_reaches_the_minimum_norm_solution():
 
 def test_fine_tuned_filters_the_residual():
     """theta_i = theta_0 + f(S)/s X'(y - X theta_0)/n with f(s) = 1-(1-a s)^P."""
-    run = fit(world(), make("fine-tuned", lr=0.1, steps=1, batch=0, tuning_lr=0.2, tuning_steps=6), rounds=600)
+    run = fit(
+        world(), make("fine-tuned", lr=0.1, steps=1, batch=0, tuning_lr=0.2, tuning_steps=6), rounds=600
+    )
     centre = fedavg_limit(0.1, 1)
     for w, x, y in zip(run.personal, XS, YS, strict=True):
         step = filtered(x, lambda s: (1 - (1 - 0.2 * s) ** 6) / np.maximum(s, 1e-300))
@@ -99,9 +101,7 @@ def test_oracle_averages_inside_clusters_only():
     x, y = np.concatenate(XS[:2]), np.concatenate(YS[:2])
     np.testing.assert_allclose(run.personal[0], np.linalg.lstsq(x, y, rcond=None)[0], atol=1e-8)
     assert torch.equal(run.personal[0], run.personal[1]) and not torch.equal(run.personal[1], run.personal[2])
-    np.testing.assert_allclose(
-        run.common(), (11 * run.personal[0] + 103 * run.personal[2]) / 114, atol=1e-12
-    )
+    np.testing.assert_allclose(run.common(), (11 * run.personal[0] + 103 * run.personal[2]) / 114, atol=1e-12)
 
 
 @pytest.mark.parametrize("runtime", ["stacked", "loop", "nodes"])
@@ -117,7 +117,9 @@ def test_ledger_of_fedavg_is_n_t_d(runtime):
 
 def test_stochastic_gradients_are_unbiased_and_fresh():
     """The mean of many minibatch steps is the full gradient step; two calls do not repeat a batch."""
-    fed = Federation.from_arrays([RNG.normal(size=(40, 2))] * 2000, [RNG.normal(size=40)] * 2000, models.linear())
+    fed = Federation.from_arrays(
+        [RNG.normal(size=(40, 2))] * 2000, [RNG.normal(size=40)] * 2000, models.linear()
+    )
     run = fit(fed, make("local", lr=1.0, steps=1, batch=8), rounds=1)
     full = fit(fed, make("local", lr=1.0, steps=1, batch=0), rounds=1)
     spread = run.personal.std(0)

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data import columns, delimited, tables
+from coterie.data import column_types as columns
+from coterie.data import delimited, tables
 from coterie.errors import DataError, SettingError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -185,7 +185,11 @@ def test_arrays_of_any_kind_become_clients():
     import numpy
 
     fed = Federation.from_arrays(
-        [numpy.ones((2, 3)), numpy.ones((1, 3))], [[0.0, 1.0], [2.0]], models.linear(), clusters=["b", "a"], names=["p", "q"]
+        [numpy.ones((2, 3)), numpy.ones((1, 3))],
+        [[0.0, 1.0], [2.0]],
+        models.linear(),
+        clusters=["b", "a"],
+        names=["p", "q"],
     )
     assert fed.dtype == torch.float64 and fed.names == ["p", "q"]
     assert fed.clusters.tolist() == [1, 0] and fed.cluster_names == ["a", "b"]

@@ -29,7 +29,9 @@ def test_every_coordinate_matters():
 def test_draws_do_not_depend_on_who_else_is_there():
     all_keys = randomness.key(3, "batch", torch.arange(100))
     some = torch.tensor([7, 50])
-    assert torch.equal(randomness.slots(all_keys, 4)[some], randomness.slots(randomness.key(3, "batch", some), 4))
+    assert torch.equal(
+        randomness.slots(all_keys, 4)[some], randomness.slots(randomness.key(3, "batch", some), 4)
+    )
 
 
 def test_uniform_and_normal_have_their_moments():
@@ -37,7 +39,11 @@ def test_uniform_and_normal_have_their_moments():
     u, z = randomness.uniform(keys), randomness.normal(keys)
     assert abs(float(u.mean()) - 0.5) < 2e-3 and abs(float(u.var()) - 1 / 12) < 1e-3
     assert 0 <= float(u.min()) and float(u.max()) < 1
-    assert abs(float(z.mean())) < 6e-3 and abs(float(z.var()) - 1) < 1e-2 and abs(float((z**4).mean()) - 3) < 0.06
+    assert (
+        abs(float(z.mean())) < 6e-3
+        and abs(float(z.var()) - 1) < 1e-2
+        and abs(float((z**4).mean()) - 3) < 0.06
+    )
     assert abs(float((u[1:] * u[:-1]).mean()) - 0.25) < 2e-3
 
 

@@ -40,9 +40,13 @@ def test_rows_are_the_summaries_of_the_clients(comparison):
         mine = frame.filter(algorithm=row["algorithm"]).sort("seed", "client")
         by_client = mine.group_by("client").agg(pl.col("rmse").mean()).sort("client")["rmse"].to_numpy()
         by_seed = mine.group_by("seed").agg(pl.col("rmse").mean())["rmse"].to_numpy()
-        assert row["mean"] == pytest.approx(by_client.mean()) and row["sd"] == pytest.approx(by_seed.std(ddof=1))
+        assert row["mean"] == pytest.approx(by_client.mean()) and row["sd"] == pytest.approx(
+            by_seed.std(ddof=1)
+        )
         assert row["worst"] == pytest.approx(by_client.max())
-        gain = alone.group_by("client").agg(pl.col("rmse").mean()).sort("client")["rmse"].to_numpy() - by_client
+        gain = (
+            alone.group_by("client").agg(pl.col("rmse").mean()).sort("client")["rmse"].to_numpy() - by_client
+        )
         assert row["improved"] == pytest.approx(100 * (gain > 0).mean())
         assert row["harmed"] == pytest.approx(100 * (gain < 0).mean())
         if row["algorithm"] != "local":
@@ -67,9 +71,7 @@ def test_tuning_never_looks_at_test_rows(monkeypatch):
 
     monkeypatch.setattr(Federation, "score", counting)
     fed = federation((10, 20), split=(0.6, 0.2, 0.2))
-    monkeypatch.setattr(
-        Federation, "evaluate", _only_validation(Federation.evaluate)
-    )
+    monkeypatch.setattr(Federation, "evaluate", _only_validation(Federation.evaluate))
     compare(fed, algorithms=[], seeds=2, rounds=3, budget=4)
     assert looks.count("test") == 3 * 2
 
@@ -95,7 +97,13 @@ def test_the_chosen_settings_have_the_lowest_validation_loss():
 
 
 def test_candidates_are_distinct_declared_and_no_more_than_the_budget():
-    for name, budget, expected in (("fedavg", 8, 8), ("fedavg", 99, 8), ("ditto", 8, 8), ("ditto", 99, 16), ("local", 3, 3)):
+    for name, budget, expected in (
+        ("fedavg", 8, 8),
+        ("fedavg", 99, 8),
+        ("ditto", 8, 8),
+        ("ditto", 99, 16),
+        ("local", 3, 3),
+    ):
         found = candidates(make(name), budget)
         assert len(found) == len(set(found)) == expected
     rates = {candidate.lr for candidate in candidates(make("ditto"), 8)}
@@ -109,7 +117,9 @@ def test_a_single_client_has_no_interval():
 
 
 def test_clients_without_test_rows_are_not_scored():
-    result = compare(federation((1, 30, 40), split=(0.6, 0.2, 0.2)), algorithms=[], seeds=1, rounds=3, budget=1)
+    result = compare(
+        federation((1, 30, 40), split=(0.6, 0.2, 0.2)), algorithms=[], seeds=1, rounds=3, budget=1
+    )
     assert set(result.per_client()["client"]) == {"1", "2"}
 
 

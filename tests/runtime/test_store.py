@@ -6,7 +6,8 @@ from coterie.runtime.store import Store
 
 N = 6
 writes = st.lists(
-    st.tuples(st.one_of(st.none(), st.sets(st.integers(0, N - 1), min_size=1)), st.integers(-99, 99)), max_size=8
+    st.tuples(st.one_of(st.none(), st.sets(st.integers(0, N - 1), min_size=1)), st.integers(-99, 99)),
+    max_size=8,
 )
 
 

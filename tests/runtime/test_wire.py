@@ -9,7 +9,11 @@ from coterie.runtime.loopback import Node, phases
 
 
 @given(
-    st.dictionaries(st.text(max_size=8), st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool]), max_size=4),
+    st.dictionaries(
+        st.text(max_size=8),
+        st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool]),
+        max_size=4,
+    ),
     st.lists(st.integers(0, 3), max_size=3),
 )
 def test_messages_survive_the_wire(dtypes, shape):
@@ -17,7 +21,11 @@ def test_messages_survive_the_wire(dtypes, shape):
     header, back = wire.decode(wire.encode({"round": 3, "name": "ü"}, tensors))
     assert header == {"round": 3, "name": "ü"} and back.keys() == tensors.keys()
     for name, value in tensors.items():
-        assert back[name].dtype == value.dtype and back[name].shape == value.shape and torch.equal(back[name], value)
+        assert (
+            back[name].dtype == value.dtype
+            and back[name].shape == value.shape
+            and torch.equal(back[name], value)
+        )
 
 
 def test_nan_and_special_values_survive():
