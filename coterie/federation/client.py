@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,16 @@ class Client:
     rows where asked for by name; test rows are not.
     """
 
-    def __init__(self, shard: Shard, at: Tensor | None, keys: Tensor, batch: int) -> None:
-        self._shard, self._at, self._keys, self._batch = shard, at, keys, batch
+    def __init__(self, shard: Shard, at: Tensor | None, keys: Callable[[], Tensor], batch: int) -> None:
+        self._shard, self._at, self._make_keys, self._batch = shard, at, keys, batch
         self._step = 0
+        self.lead = shard.ids.shape if at is None else at.shape
         self.keep: Any = Keep(lambda name: shard.store.read(name, at))
+
+    @functools.cached_property
+    def _keys(self) -> Tensor:
+        """Coordinates of this visit, hashed when the first random number is asked for."""
+        return self._make_keys()
 
     @property
     def size(self) -> Tensor:
@@ -74,7 +81,7 @@ class Client:
 
     def initial_model(self) -> Tensor:
         """The common starting point, which every client can compute by itself from the seed."""
-        return self._shard.initial.expand(*self._keys.shape, -1)
+        return self._shard.initial.expand(*self.lead, -1)
 
     def grad(self, x: Tensor) -> Tensor:
         """Gradient at x on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
@@ -125,6 +132,11 @@ class Client:
         """Private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
         keys = randomness.fold(self._keys, purpose)
         return randomness.uniform(randomness.slots(keys, count), self._shard.dtype)
+
+    @property
+    def written(self) -> dict[str, Tensor]:
+        """What the phase has put into `keep`, not yet lasting."""
+        return self.keep.__dict__["_written"]
 
     def _pick(self, values: Tensor) -> Tensor:
         return values if self._at is None else values[self._at]

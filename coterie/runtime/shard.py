@@ -6,6 +6,7 @@ clients. Either runs them stacked (one tensor operation for all) or one by one, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,7 @@ class Shard:
             reply = phase(client, **self._received(call.shared, call.each, client, rows))
             named = as_reply(reply if then is None else then(client, reply), call.phase)
             good = self._good(named, client, call.phase)
-            if lasting and visits.nth is not None and client.keep.__dict__["_written"]:
+            if lasting and visits.nth is not None and client.written:
                 raise CoterieError(
                     f"phase {call.phase!r} keeps state but visits a client more than once in one call"
                 )
@@ -158,25 +159,27 @@ class Shard:
 
     def _stacks(self, call: Call, visits: Visits) -> Iterator[tuple[Tensor | None, Client, slice | int]]:
         """The visits as stacks that fit into memory, or one by one."""
-        base = randomness.key(self.seed, call.phase, call.round, call.call)
-        ids = self.ids if visits.at is None else self.ids[visits.at]
-        keys = randomness.fold(base, ids)
-        if visits.nth is not None:
-            keys = torch.where(visits.nth > 0, randomness.key(keys, visits.nth), keys)
-        batch = call.algorithm.batch
-        if self.loop:
-            for k in range(len(ids)):
-                at = torch.tensor(k, device=self.device) if visits.at is None else visits.at[k]
-                yield at, Client(self, at, keys[k], batch), k
+
+        @functools.cache
+        def keys() -> Tensor:
+            base = randomness.key(self.seed, call.phase, call.round, call.call)
+            ids = randomness.fold(base, self.ids if visits.at is None else self.ids[visits.at])
+            if visits.nth is None:
+                return ids
+            return torch.where(visits.nth > 0, randomness.key(ids, visits.nth), ids)
+
+        def client(at: Tensor | None, rows: slice | int) -> Client:
+            return Client(self, at, lambda: keys()[rows], call.algorithm.batch)
+
+        count = len(self.ids) if visits.at is None else len(visits.at)
+        step = 1 if self.loop else self.stack_size(call.algorithm.batch)
+        if count <= step and not self.loop:
+            yield visits.at, client(visits.at, slice(None)), slice(None)
             return
-        step = self.stack_size(batch)
-        if len(ids) <= step:
-            yield visits.at, Client(self, visits.at, keys, batch), slice(None)
-            return
-        everyone = torch.arange(len(ids), device=self.device) if visits.at is None else visits.at
-        for first in range(0, len(ids), step):
-            rows = slice(first, first + step)
-            yield everyone[rows], Client(self, everyone[rows], keys[rows], batch), rows
+        everyone = torch.arange(count, device=self.device) if visits.at is None else visits.at
+        for first in range(0, count, step):
+            rows = first if self.loop else slice(first, first + step)
+            yield everyone[rows], client(everyone[rows], rows), rows
 
     def stack_size(self, batch: int) -> int:
         """How many clients are stacked at once."""
@@ -195,7 +198,7 @@ class Shard:
     def _received(
         self, shared: dict[str, Any], each: dict[str, Tensor], client: Client, rows: slice | int
     ) -> dict[str, Any]:
-        lead = client._keys.shape
+        lead = client.lead
         received = {
             name: value.expand(*lead, *value.shape) if isinstance(value, Tensor) else value
             for name, value in shared.items()
@@ -206,15 +209,14 @@ class Shard:
 
     def _good(self, named: dict[str, Tensor], client: Client, phase: str) -> Tensor | None:
         """Which clients of the stack answered with finite numbers (None: all)."""
-        written: dict[str, Tensor] = client.keep.__dict__["_written"]
-        lead = client._keys.shape
-        for name, value in {**named, **written}.items():
+        lead = client.lead
+        for name, value in (*named.items(), *client.written.items()):
             if value.shape[: len(lead)] != lead:
                 raise CoterieError(
                     f"phase {phase!r}: value {name!r} has shape {tuple(value.shape)}, which does not start with the "
                     f"client axis {tuple(lead)}. Write phases for the last axis and keep the axes before it."
                 )
-        values = [*named.values(), *written.values()]
+        values = [*named.values(), *client.written.values()]
         if all_finite(values):
             return None
         good = torch.ones(lead, dtype=torch.bool, device=self.device)
@@ -224,7 +226,7 @@ class Shard:
         return good
 
     def _commit(self, client: Client, at: Tensor | None, good: Tensor | None) -> None:
-        for name, value in client.keep.__dict__["_written"].items():
+        for name, value in client.written.items():
             if good is None:
                 self.store.write(name, at, value)
             elif good.any():
@@ -259,7 +261,7 @@ class Shard:
         return clients * d * d <= STATISTICS_ELEMENTS and clients * d <= 4 * rows
 
     def _make_statistics(self) -> tuple[Tensor, ...]:
-        everyone = Client(self, None, self.ids, 0)
+        everyone = Client(self, None, lambda: self.ids, 0)
         d = self.model.d
         parts = [
             torch.zeros(len(self.train), *shape, dtype=self.dtype, device=self.device)
