@@ -182,8 +182,10 @@ def environment(fed: Federation) -> dict[str, Any]:
 
 
 def fingerprint(fed: Federation) -> str:
-    """Hash of the training rows and who owns them."""
+    """Hash of the training rows, who owns them, and what their columns and classes are called."""
     digest = hashlib.sha256("\n".join(fed.names).encode())
+    if fed.table is not None:
+        digest.update(fed.table.preprocessor.to_json().encode())
     for tensor in fed.runtime.training_tensors():
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
