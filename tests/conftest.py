@@ -1,0 +1,79 @@
+"""The commands as a user gives them, and small tables of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import random
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: exit code, standard output, standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+WriteTable = Callable[..., Path]
+
+
+def _run(*arguments: object) -> Outcome:
+    from coterie.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    return Outcome(int(end.value.code or 0), out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="session")
+def command() -> Iterator[Command]:
+    """`command("fit", table, "--out", folder, ...)` in this process, 80 columns wide."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        yield _run
+
+
+def _rows(kind: str, count: int) -> Iterator[str]:
+    """Lines of a table: site, age (some missing), colour (some missing), score, and the target `y`."""
+    draw = random.Random(f"{kind} table")
+    yield "site,region,age,colour,score,y"
+    for k in range(count):
+        site = ("[red]north", "south", "east", "west")[k % 4]
+        age, score, colour = draw.gauss(50, 10), draw.gauss(0, 1), draw.choice(("red", "green", "blue", ""))
+        value = age / 10 + 2 * score + 3 * (colour == "red") + 5 * (site == "south")
+        target = {
+            "binary": "yes" if value > 7 else "no",
+            "multiclass": ("low", "middle", "high")[min(2, max(0, int(value // 4)))],
+            "regression": f"{1e5 * value:.1f}",
+        }[kind]
+        region = "warm" if site == "south" else "cold"
+        yield f"{site},{region},{'' if k % 11 == 0 else f'{age:.1f}'},{colour},{score:.4f},{target}"
+
+
+def _write_table(path: Path, kind: str, count: int = 160) -> Path:
+    text = "\n".join(_rows(kind, count)) + "\n"
+    if path.suffix == ".parquet":
+        import polars
+
+        polars.read_csv(text.encode()).write_parquet(path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def write_table() -> WriteTable:
+    """`write_table(path, "binary" | "multiclass" | "regression")`: CSV, CSV.gz or Parquet by its name."""
+    return _write_table
