@@ -58,6 +58,8 @@ class Network(Model):
             )
         if self.stacked not in ("auto", True, False):
             raise SettingError(f"stacked={self.stacked!r} is unknown: choose 'auto', True or False.")
+        if self.features is not None:
+            _ = self.skeleton  # sizes that do not fit show now, and nothing is built inside vmap
 
     @property
     def d(self) -> int:
@@ -166,9 +168,11 @@ class Network(Model):
             raise SettingError("network() needs an nn.Module or a function that returns one.")
         return seeded(self.source, seed)
 
+    def _numeric(self, y: Tensor) -> bool:
+        return self.criterion == "mse" or (self.criterion != "cross-entropy" and y.is_floating_point())
+
     def _find_task(self, y: Tensor, outputs: int) -> str:
-        numeric = y.is_floating_point() if self.criterion != "cross-entropy" else False
-        if numeric or self.criterion == "mse":
+        if self._numeric(y):
             check_column(y)
             if outputs != 1:
                 raise SettingError(

@@ -34,18 +34,12 @@ class Zoo(Network):
             raise DataError(f"The model expects rows of shape {self.features}; these have {features}.")
         if self.name == "charlstm":
             self._check_tokens(x)
-        numeric = y.is_floating_point() if self.criterion == "auto" else self.criterion == "mse"
-        if numeric and self.classes is None:
+        if self._numeric(y) and self.classes is None:
             check_column(y)
-            fitted = replace(self, features=features, outputs=1, kind="regression", decisions={})
-        else:
-            classes = max(2, count_classes(y, self.classes))
-            kind, outputs = ("binary", 1) if classes == 2 else ("multiclass", classes)
-            fitted = replace(
-                self, features=features, outputs=outputs, kind=kind, classes=classes, decisions={}
-            )
-        fitted.skeleton  # noqa: B018  (sizes that do not fit are reported now)
-        return fitted
+            return replace(self, features=features, outputs=1, kind="regression", decisions={})
+        classes = max(2, count_classes(y, self.classes))
+        kind, outputs = ("binary", 1) if classes == 2 else ("multiclass", classes)
+        return replace(self, features=features, outputs=outputs, kind=kind, classes=classes, decisions={})
 
     def describe(self) -> dict[str, Any]:
         if not isinstance(self.criterion, str):
