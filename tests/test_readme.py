@@ -1,0 +1,74 @@
+"""What README and the examples show is run here."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coterie
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture
+def visits(tmp_path, monkeypatch):
+    """A table such as the README speaks of."""
+    lines = ["clinic,age,smoker,outcome"]
+    for k in range(90):
+        clinic, age = ("north clinic", "south", "east")[k % 3], 30 + k % 41
+        lines.append(f"{clinic},{age},{'yes' if k % 4 else 'no'},{int((age + 7 * k) % 60 > 30)}")
+    for name in ("visits.csv", "new_visits.csv"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_python_from_the_readme_runs(visits, monkeypatch, capsys):
+    compare = coterie.compare
+    monkeypatch.setattr(
+        coterie, "compare", lambda *a, **k: compare(*a, **k, seeds=1, rounds=3, budget=1), raising=False
+    )
+    space: dict[str, object] = {}
+    exec(BLOCKS[0].replace("rounds=200", "rounds=5"), space)
+    assert space["run"].personal.shape[0] == 3 and "training alone" in capsys.readouterr().out
+
+
+def test_algorithm_from_the_readme_keeps_its_promises():
+    space: dict[str, object] = {"__name__": "readme"}
+    exec(BLOCKS[1], space)
+    assert len(BLOCKS[1].strip().splitlines()) <= 40
+    coterie.check_algorithm(space["SharedPlusOffset"]())
+
+
+def test_commands_from_the_readme_run(visits):
+    commands = [line.strip() for line in README.splitlines() if line.startswith("    coterie ")]
+    assert len(commands) == 3
+    for command in commands:
+        words = command.split()[1:] + (["--rounds", "3"] if "predict" not in command else [])
+        words += ["--seeds", "1", "--budget", "1"] if words[0] == "compare" else []
+        done = subprocess.run([sys.executable, "-m", "coterie", *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_links_in_the_documentation_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_algorithm_has_its_page():
+    from coterie.algorithms import all_algorithms
+
+    for name in all_algorithms():
+        assert (ROOT / "docs" / "algorithms" / f"{name}.md").exists(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_example_runs(name):
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
