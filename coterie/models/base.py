@@ -45,6 +45,10 @@ class Model:
         """'mean' or 'sum' of the row losses of a client."""
         return "mean"
 
+    def measured(self) -> dict[str, bool]:
+        """Choices made by measuring speed, which a checkpoint keeps so that a resumed run repeats them."""
+        return {}
+
     def fit_to(self, x: Tensor, y: Tensor) -> Self:
         """A copy that knows the shape of the inputs and, for classes, how many there are."""
         raise NotImplementedError

@@ -46,7 +46,7 @@ class Network(Model):
     kind: str | None = None
     tokens: bool = False
     decisions: dict[str, bool] = field(default_factory=dict, repr=False)
-    """Whether each shape met so far is stacked; save and restore it to repeat a run bit for bit."""
+    """Whether each shape met so far is stacked."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.l2) and self.l2 >= 0):
@@ -77,6 +77,9 @@ class Network(Model):
         module = self._build(0)
         check_module(module)
         return Skeleton(module)
+
+    def measured(self) -> dict[str, bool]:
+        return self.decisions
 
     def fit_to(self, x: Tensor, y: Tensor) -> Self:
         check_rows(x, y)

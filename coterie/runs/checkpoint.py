@@ -54,6 +54,7 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
         "history": progress.history.index(),
         "ledger": [[*entry, *counts] for entry, counts in fed.ledger.entries.items()],
         "left_out": fed.left_out,
+        "decisions": fed.model.measured(),
         "best": [progress.best.round, progress.best.loss if progress.best.round >= 0 else None],
     }
     path = folder / f"round-{progress.round:09d}.safetensors"
@@ -81,6 +82,7 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     tensors = {name: value.to(fed.device) for name, value in tensors.items()}
     fed.runtime.restore(_under("store.", tensors))
     fed.restore_begun(tensors["begun"])
+    fed.model.measured().update(note["decisions"])
     fed.left_out = [(int(t), int(k), str(why)) for t, k, why in note["left_out"]]
     for row in note["ledger"]:
         fed.ledger.entries[Entry(*row[:4])] = list(row[4:])

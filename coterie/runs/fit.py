@@ -130,7 +130,8 @@ def _train(
             _score(fed, algorithm, progress, plan)
         if watch is not None:
             watch(t, rounds)
-        if folder is not None and (clock.due(t) if t < rounds else not folder.can_write_tables()):
+        measured = t == 1 and bool(fed.model.measured())
+        if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
             checkpoint.save(folder.checkpoints, fed, progress)
             clock.saved()
     return _finish(fed, algorithm, progress, plan, folder, started)

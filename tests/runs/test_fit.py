@@ -113,3 +113,18 @@ def test_model_of_a_client_predicts():
     torch.testing.assert_close(run.model("2")(x).reshape(-1), x @ run.personal[2])
     with pytest.raises(SettingError, match="no client '9'"):
         run.model("9")
+
+
+def test_a_network_that_chose_by_measuring_repeats_its_choice_when_resumed(tmp_path):
+    from coterie.runs import checkpoint, files
+
+    fed = federation((20, 30), model=models.mlp(hidden=(4,)), split=SPLIT)
+    fit(fed, make("fedavg", batch=4), 3, tmp_path / "run", checkpoint_every=2)
+    pointer = files.read_json(tmp_path / "run" / "checkpoint" / checkpoint.POINTER)
+    _, note = files.read_tensors(tmp_path / "run" / "checkpoint" / pointer["file"])
+    assert note["decisions"] == fed.model.decisions and note["decisions"]
+    again = federation((20, 30), model=models.mlp(hidden=(4,)), split=SPLIT)
+    opposite = {key: not value for key, value in note["decisions"].items()}
+    again.model.decisions.update(opposite)
+    resume(tmp_path / "run", again)
+    assert {key: again.model.decisions[key] for key in note["decisions"]} == note["decisions"]
