@@ -178,7 +178,7 @@ def test_a_client_with_one_row_is_reported_and_the_run_goes_on(
         (("--dropout", "1.5"), ("dropout is 1.5", "below 1")),
         (("--select", "worst"), ("'worst'", "'last' or 'best'")),
         (("--task", "regresion"), ("'regresion'", "Did you mean 'regression'?")),
-        (("--algorithm", "oracle"), ("oracle", "--cluster COLUMN")),
+        (("--algorithm", "oracle"), ("clusters", "--cluster COLUMN")),
         (("--colour", "red"), ("--colour",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) and value[0].startswith("--") else "",
@@ -193,7 +193,7 @@ def test_settings_of_fit(
     ("options", "says"),
     [
         (("--algorithms", "ditto,cobbo"), ("'cobbo'",)),
-        (("--algorithms", "oracle"), ("oracle", "--cluster COLUMN")),
+        (("--algorithms", "oracle"), ("clusters", "--cluster COLUMN")),
         (("--rounds", "-1"), ("--rounds", "1")),
         (("--seeds", "0"), ("--seeds", "1")),
         (("--budget", "0"), ("--budget", "1")),
@@ -257,7 +257,9 @@ class TestRunFolders:
         return run
 
     def test_unfinished_run_can_be_resumed(self, command: Command, unfinished: Path) -> None:
+        (unfinished / "checkpoint" / "round-000000003.safetensors.tmp").write_bytes(b"half a chec")
         assert command("resume", "run").code == 0
+        assert not list(unfinished.rglob("*.tmp"))
         assert (unfinished / "result.json").exists()
 
     def test_flipped_byte_in_the_checkpoint(self, refused: Refused, unfinished: Path) -> None:
