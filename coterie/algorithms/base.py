@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_type_hints
@@ -57,7 +58,7 @@ class Algorithm:
     >>> xs, ys = [torch.ones(3, 1), torch.ones(1, 1)], [torch.zeros(3), 4 * torch.ones(1)]
     >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
     >>> run = coterie.fit(fed, GradientDescent(), rounds=200)
-    >>> run.personal.squeeze().tolist()
+    >>> [round(value, 3) for value in run.personal.squeeze().tolist()]
     [1.0, 1.0]
     """
 
@@ -158,7 +159,9 @@ def _check(algorithm: str, field: dataclasses.Field[Any], value: Any) -> None:
     if field.type in ("int", int) and not isinstance(value, int):
         raise SettingError(f"{where} must be a whole number")
     low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
-    if value != value or (low is not None and value < low) or (high is not None and value > high):
+    if not math.isfinite(value):
+        raise SettingError(f"{where} is not a finite number; its range: {_range(limits)}")
+    if (low is not None and value < low) or (high is not None and value > high):
         raise SettingError(f"{where} is outside its range: {_range(limits)}")
     if above is not None and value <= above:
         raise SettingError(f"{where} is outside its range: {_range(limits)}")

@@ -25,7 +25,8 @@ class Oracle(Algorithm):
     participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
-        return State(centres=fed.initial_model().repeat(int(fed.known_clusters().max()) + 1, 1))
+        clusters = fed.known_clusters(self.name)
+        return State(centres=fed.initial_model().repeat(int(clusters.max()) + 1, 1))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)

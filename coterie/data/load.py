@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coterie import models
-from coterie.data import tables
+from coterie.data import bundled, tables
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
 from coterie.models.base import Model
@@ -57,6 +57,7 @@ def load_table(
     """
     from coterie.federation.build import encode_clusters, from_rows
 
+    source = bundled.resolve(source)
     frame = tables.read(source)
     name = str(source) if isinstance(source, str | Path) else "the table"
     spec = tables.check(frame, client, target, cluster=cluster, drop=drop, task=task, source=name)
@@ -70,7 +71,7 @@ def load_table(
         first_rows = (sizes.cumsum(0) - sizes).numpy()
         clusters, cluster_names = encode_clusters(frame[cluster][first_rows].to_list())
     options = {
-        "source": str(Path(source).resolve()) if isinstance(source, str | Path) else "",
+        "source": bundled.recorded(source) if isinstance(source, str | Path) else "",
         "client": client,
         "target": target,
         "cluster": cluster,

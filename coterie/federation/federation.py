@@ -122,10 +122,10 @@ class Federation:
             truth=self.truth,
         )
 
-    def known_clusters(self) -> Tensor:
+    def known_clusters(self, method: str = "this method") -> Tensor:
         """The cluster of every client [n], where it is known; an error that says how to tell it otherwise."""
         if self.clusters is None:
-            raise SettingError("this method needs known clusters: pass `--cluster COLUMN` or `clusters=`")
+            raise SettingError(f"{method} needs known clusters: pass `--cluster COLUMN` or `clusters=`")
         return self.clusters
 
     def initial_model(self) -> Tensor:

@@ -78,9 +78,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], note: dict[str, Any] |
     write_with(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the note of a file; damage is an error, also a flipped byte where the hash is known."""
     from safetensors import SafetensorError, safe_open
 
+    if expected is not None and path.exists() and sha256(path) != expected:
+        raise RunError(f"{path} is damaged: it does not match its recorded hash. Restore it from a copy.")
     try:
         with safe_open(path, framework="pt") as stream:
             note = json.loads((stream.metadata() or {}).get("note", "{}"))

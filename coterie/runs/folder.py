@@ -186,6 +186,6 @@ def fingerprint(fed: Federation) -> str:
     digest = hashlib.sha256("\n".join(fed.names).encode())
     if fed.table is not None:
         digest.update(fed.table.preprocessor.to_json().encode())
-    for tensor in fed.runtime.training_tensors():
+    for tensor in fed.runtime.data_tensors():
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

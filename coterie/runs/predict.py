@@ -34,6 +34,7 @@ def save_models(folder: Path, run: Run) -> None:
         folder / "model.json",
         {
             "algorithm": run.algorithm.name,
+            "sha256": files.sha256(folder / "models.safetensors"),
             "clients": run.fed.names,
             "client_column": table.options["client"] if table is not None else None,
             "model": description,
@@ -79,7 +80,7 @@ class Predictor:
         note = files.read_json(path / "model.json")
         if note["preprocessor"] is None:
             raise RunError(f"{folder} was not made from a table, so a table cannot be encoded for it")
-        tensors, _ = files.read_tensors(path / "models.safetensors")
+        tensors, _ = files.read_tensors(path / "models.safetensors", note["sha256"])
         return cls(
             model or from_description(note["model"]),
             tensors["personal"],
@@ -105,7 +106,9 @@ class Predictor:
         rows = torch.tensor([place.get(name, len(place)) for name in names])
         encoded = self.preprocessor.encode(frame, _name(table))
         scores = self._scores(rows, self.model.prepare(encoded.to(self.personal.dtype)))
-        columns = {self.client_column: frame[self.client_column], **self._outputs(scores)}
+        outputs = self._outputs(scores)
+        own = "client" if self.client_column in (*outputs, "warning") else self.client_column
+        columns = {own: frame[self.client_column], **outputs}
         warning = [None if row < len(place) else UNKNOWN for row in rows.tolist()]
         return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
 

@@ -93,8 +93,8 @@ class Nodes:
     def threads(self, batch: int, participation: float = 1.0) -> int:
         return max(node.shard.threads(batch, participation) for node in self.nodes)
 
-    def training_tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for node in self.nodes for tensor in node.shard.training_tensors())
+    def data_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for node in self.nodes for tensor in node.shard.data_tensors())
 
     def snapshot(self) -> dict[str, Tensor]:
         return {

@@ -95,9 +95,9 @@ class Shard:
         """Metrics of given models [n, d] on one split."""
         return metrics(self.model, weights, self.splits[split], None)
 
-    def training_tensors(self) -> tuple[Tensor, ...]:
-        """What identifies the data of a run."""
-        return self.train.x, self.train.y, self.train.size
+    def data_tensors(self) -> tuple[Tensor, ...]:
+        """What identifies the data of a run, all splits."""
+        return tuple(tensor for rows in self.splits.values() for tensor in (rows.x, rows.y, rows.size))
 
     def snapshot(self) -> dict[str, Tensor]:
         """What the clients keep, for a checkpoint."""

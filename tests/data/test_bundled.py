@@ -65,3 +65,11 @@ def test_every_table_is_attributed() -> None:
     readme = bundled.path("heart_disease").with_name("README.md").read_text()
     for name in bundled.names():
         assert f"{name}.csv" in readme
+
+
+def test_a_bundled_table_is_given_and_remembered_by_name():
+    from coterie import Federation
+
+    fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    assert fed.table.options["source"] == "heart_disease"
+    assert bundled.recorded("other.csv").endswith("/other.csv")

@@ -186,9 +186,7 @@ class TestAFinishedOrForeignRun:
             "a class",
             "a row less",
             "a client's name",
-            pytest.param(
-                "one cell", marks=pytest.mark.xfail(strict=True, reason="only training rows are hashed")
-            ),
+            "one cell",
         ],
     )
     def test_other_data_are_refused(self, command: Command, run: Path, table: Path, edit: str) -> None:
