@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coterie.errors import CoterieError, SettingError
 from coterie.federation import randomness
+from coterie.federation.parcels import Sealer
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch, Rows
@@ -56,14 +57,22 @@ class Client:
     rows where asked for by name; test rows are not.
     """
 
-    def __init__(self, shard: Shard, at: Tensor | None, keys: Callable[[], Tensor], batch: int) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        at: Tensor | None,
+        keys: Callable[[], Tensor],
+        batch: int,
+        sealer: Sealer | None = None,
+    ) -> None:
         self._shard, self._at, self._make_keys, self._batch = shard, at, keys, batch
+        self.sealer = sealer or Sealer()
         self._step = 0
         self.lead = shard.ids.shape if at is None else at.shape
         self.keep: Any = Keep(lambda name: shard.store.read(name, at))
 
     @functools.cached_property
-    def _keys(self) -> Tensor:
+    def keys(self) -> Tensor:
         """Coordinates of this visit, hashed when the first random number is asked for."""
         return self._make_keys()
 
@@ -89,7 +98,7 @@ class Client:
         if self._batch == 0 or rows.largest <= self._batch:
             return self.full_grad(x)
         self._step += 1
-        keys = randomness.fold(self._keys, self._step)
+        keys = randomness.fold(self.keys, self._step)
         batch = rows.minibatch(self._at, keys, self._batch)
         return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
 
@@ -130,8 +139,22 @@ class Client:
 
     def uniform(self, purpose: str, count: int = 1) -> Tensor:
         """Private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
-        keys = randomness.fold(self._keys, purpose)
+        keys = randomness.fold(self.keys, purpose)
         return randomness.uniform(randomness.slots(keys, count), self._shard.dtype)
+
+    def compress(self, value: Tensor) -> Tensor:
+        """What the server will decode of `value` [..., length] under `map(..., compress=...)`, else `value`.
+
+        A phase that must know what was sent (a control variate, say) returns this very tensor; it then
+        travels in its encoded form. What a phase returns without this call is compressed on the way out.
+        """
+        return self.sealer.compress(self, value)
+
+    def kept_or_zero(self, name: str, like: Tensor) -> Tensor:
+        """What was kept under `name`, zeros for clients that have kept nothing yet."""
+        if name in self.written:
+            return self.written[name]
+        return self._shard.store.read_or_zero(name, self._at, like)
 
     @property
     def written(self) -> dict[str, Tensor]:

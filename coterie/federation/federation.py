@@ -12,7 +12,9 @@ from torch import Tensor
 
 from coterie.errors import SettingError
 from coterie.federation import randomness
+from coterie.federation.compressors import Compressor, compressor
 from coterie.federation.ledger import Entry, Ledger
+from coterie.federation.parcels import Parcel
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.models.base import Model
@@ -150,12 +152,17 @@ class Federation:
         to: Tensor | Sequence[int] | None = None,
         each: dict[str, Tensor] | None = None,
         link: str = "client-server",
+        compress: Compressor | str | None = None,
         **shared: Any,
     ) -> Replies:
         """Run a phase on clients and collect the answers.
 
         Keywords are sent to everyone visited, `each` sends row k to client `to[k]` (which may repeat).
         Clients may drop out, and a client that answers NaN or infinity is left out and counted.
+
+        With `compress`, such as "rand-7", every vector a phase returns is encoded by the client and decoded
+        here, and the ledger counts the encoded floats and bytes; single numbers go as they are. A phase that
+        needs to know what arrives asks `client.compress(value)` and returns that.
         """
         algorithm = phase.__self__  # type: ignore[attr-defined]
         ids = None if to is None else torch.as_tensor(to, dtype=torch.long, device=self.device)
@@ -167,7 +174,8 @@ class Federation:
                 self._mark_begun(ids)
             elif self._state is not None:
                 self._welcome(algorithm, ids)
-        return self._call(algorithm, phase.__name__, ids, shared, each, link)
+        encoder = None if compress is None else compressor(compress)
+        return self._call(algorithm, phase.__name__, ids, shared, each, link, encoder)
 
     def has_rows(self, split: str) -> bool:
         """Whether any client has rows in this split."""
@@ -236,14 +244,15 @@ class Federation:
         shared: dict[str, Any],
         each: dict[str, Tensor],
         link: str,
+        compress: Compressor | None = None,
     ) -> Replies:
         asked = self.everyone if ids is None else ids
         visits = Visits(ids, occurrences(ids))
-        call = Call(algorithm, phase, self.round, self._calls, shared, each)
+        call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1
         answer = self.runtime.run(call, visits) if len(asked) else Answer({})
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
-        self._meter(kind, phase, link, shared, each, len(asked), answer.named)
+        self._meter(kind, phase, link, shared, each, len(asked), answer.named, answer.parcels)
         named = answer.named
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
@@ -271,11 +280,15 @@ class Federation:
         each: dict[str, Tensor],
         visited: int,
         named: dict[str, Tensor],
+        parcels: dict[str, Parcel] | None = None,
     ) -> None:
         floats, size = payload(shared.values())
         own_floats, own_size = payload(each.values())
         floats, size = floats * visited + own_floats, size * visited + own_size
-        up_floats, up_size = payload(named.values())
+        parcels = parcels or {}
+        up_floats, up_size = payload(value for name, value in named.items() if name not in parcels)
+        up_floats += visited * sum(parcel.floats for parcel in parcels.values())
+        up_size += visited * sum(parcel.size for parcel in parcels.values())
         down = (visited if floats else 0, floats, size)
         up = (visited if up_floats else 0, up_floats, up_size)
         self.ledger.add(Entry(self.round, kind, phase, link), down, up)

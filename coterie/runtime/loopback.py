@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.federation.compressors import compressor
 from coterie.federation.federation import Federation
+from coterie.federation.parcels import Parcel, parcel_keys
 from coterie.runtime import wire
-from coterie.runtime.shard import Answer, Call, Shard, Visits
+from coterie.runtime.shard import Answer, Call, Shard, Visits, visit_keys
 
 
 class Node:
@@ -29,7 +31,13 @@ class Node:
             raise wire.WireError(f"{algorithm.name} has no phase {header['phase']!r}")
         shared = {**header["numbers"], **_under("shared.", tensors)}
         call = Call(
-            algorithm, header["phase"], header["round"], header["call"], shared, _under("each.", tensors)
+            algorithm,
+            header["phase"],
+            header["round"],
+            header["call"],
+            shared,
+            _under("each.", tensors),
+            compressor(header["compress"]) if header["compress"] else None,
         )
         welcome = None
         if header["begins"]:
@@ -38,11 +46,15 @@ class Node:
         if header["split"]:
             answer = self.shard.evaluate(call, visits, header["split"], welcome)
         else:
-            answer = self.shard.run(call, visits, welcome, lasting=header["lasting"])
+            answer = self.shard.run(call, visits, welcome, lasting=header["lasting"], packed=True)
         reply = {f"value.{name}": value for name, value in answer.named.items()}
         if answer.good is not None:
             reply["good"] = answer.good
-        return wire.encode({}, reply)
+        parcels = {
+            name: [parcel.ordinal, parcel.length, wire.NAMES[parcel.dtype]]
+            for name, parcel in answer.parcels.items()
+        }
+        return wire.encode({"parcels": parcels}, reply)
 
 
 class Nodes:
@@ -112,19 +124,40 @@ class Nodes:
     ) -> Answer:
         asked = torch.arange(len(self.place)) if visits.at is None else visits.at
         answers: list[tuple[Tensor, dict[str, Tensor]]] = []
+        header: dict[str, Any] = {}
         for k, node in enumerate(self.nodes):
             mine = (self.place[asked] == k).nonzero().squeeze(-1)
             if len(mine) == 0:
                 continue
             message = self._message(call, visits, mine, asked, welcome, lasting, split)
-            answers.append((mine, wire.decode(node.handle(call.algorithm, message))[1]))
+            header, reply = wire.decode(node.handle(call.algorithm, message))
+            answers.append((mine, reply))
         order = torch.cat([mine for mine, _ in answers]).argsort()
         parts = [_under("value.", reply) for _, reply in answers]
         named = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        parcels = self._unpack(call, visits, asked, named, header["parcels"])
         if all("good" not in reply for _, reply in answers):
-            return Answer(named)
+            return Answer(named, None, parcels)
         goods = [reply.get("good", torch.ones(len(mine), dtype=torch.bool)) for mine, reply in answers]
-        return Answer(named, torch.cat(goods)[order])
+        return Answer(named, torch.cat(goods)[order], parcels)
+
+    def _unpack(
+        self,
+        call: Call,
+        visits: Visits,
+        asked: Tensor,
+        named: dict[str, Tensor],
+        sent: dict[str, tuple[int, int, str]],
+    ) -> dict[str, Parcel]:
+        """Decode, in `named`, what came compressed."""
+        parcels: dict[str, Parcel] = {}
+        for name, (ordinal, length, dtype_name) in sent.items():
+            one, packed, dtype = call.compress, named[name], wire.DTYPES[dtype_name]
+            assert one is not None
+            keys = visit_keys(self.nodes[0].shard.seed, call, asked, visits.nth)
+            named[name] = one.decode(packed, parcel_keys(keys, ordinal), length, dtype)
+            parcels[name] = Parcel(ordinal, length, dtype, one.floats(length), packed.shape[-1])
+        return parcels
 
     def _message(
         self,
@@ -157,6 +190,7 @@ class Nodes:
             },
             "lasting": lasting,
             "split": split,
+            "compress": str(call.compress) if call.compress is not None else "",
         }
         return wire.encode(header, tensors)
 

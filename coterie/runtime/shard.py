@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from coterie.data.rows import Rows
 from coterie.errors import CoterieError
 from coterie.federation import randomness
 from coterie.federation.client import Client, all_finite, as_reply
+from coterie.federation.compressors import Compressor
+from coterie.federation.parcels import Parcel, Sealer
 from coterie.models.base import Model
 from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
@@ -37,6 +39,7 @@ class Call:
     call: int
     shared: dict[str, Any]
     each: dict[str, Tensor]
+    compress: Compressor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class Visits:
 
 @dataclass(frozen=True)
 class Answer:
-    """Named values with a row per visit, and which visits were good (None: all)."""
+    """Named values with a row per visit, which visits were good (None: all), and what was sent compressed."""
 
     named: dict[str, Tensor]
     good: Tensor | None = None
+    parcels: dict[str, Parcel] = field(default_factory=dict)
 
 
 class Shard:
@@ -123,20 +127,28 @@ class Shard:
         welcome: dict[str, Any] | None = None,
         lasting: bool = True,
         then: Callable[[Client, Tensor], Any] | None = None,
+        packed: bool = False,
     ) -> Answer:
         """Run a phase for these visits and keep what it kept.
 
         `welcome` are the arguments of `begin` for clients that have not begun; `lasting=False` discards what
-        is kept; `then` turns what the phase returned into the answer.
+        is kept; `then` turns what the phase returned into the answer; `packed` leaves compressed values as
+        the bytes they travel in.
         """
         phase = getattr(call.algorithm, call.phase)
         parts, goods = [], []
+        parcels: dict[str, Parcel] = {}
         for at, client, rows in self._stacks(call, visits):
             if welcome is not None:
                 call.algorithm.begin(client, **self._received(welcome, {}, client, rows))
             reply = phase(client, **self._received(call.shared, call.each, client, rows))
             named = as_reply(reply if then is None else then(client, reply), call.phase)
+            if call.compress is not None:
+                parcels = client.sealer.seal(client, named := dict(named))
             good = self._good(named, client, call.phase)
+            named = {
+                name: parcels[name].bytes if packed and name in parcels else named[name] for name in named
+            }
             if lasting and visits.nth is not None and client.written:
                 raise CoterieError(
                     f"phase {call.phase!r} keeps state but visits a client more than once in one call"
@@ -145,7 +157,8 @@ class Shard:
                 self._commit(client, at, good)
             parts.append(named)
             goods.append(good)
-        return self._join(parts, goods)
+        answer = self._join(parts, goods)
+        return Answer(answer.named, answer.good, parcels)
 
     def evaluate(
         self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None
@@ -162,14 +175,13 @@ class Shard:
 
         @functools.cache
         def keys() -> Tensor:
-            base = randomness.key(self.seed, call.phase, call.round, call.call)
-            ids = randomness.fold(base, self.ids if visits.at is None else self.ids[visits.at])
-            if visits.nth is None:
-                return ids
-            return torch.where(visits.nth > 0, randomness.key(ids, visits.nth), ids)
+            return visit_keys(
+                self.seed, call, self.ids if visits.at is None else self.ids[visits.at], visits.nth
+            )
 
         def client(at: Tensor | None, rows: slice | int) -> Client:
-            return Client(self, at, lambda: keys()[rows], call.algorithm.batch)
+            sealer = Sealer(call.compress, call.phase)
+            return Client(self, at, lambda: keys()[rows], call.algorithm.batch, sealer)
 
         count = len(self.ids) if visits.at is None else len(visits.at)
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
@@ -216,7 +228,7 @@ class Shard:
                     f"phase {phase!r}: value {name!r} has shape {tuple(value.shape)}, which does not start with the "
                     f"client axis {tuple(lead)}. Write phases for the last axis and keep the axes before it."
                 )
-        values = [*named.values(), *client.written.values()]
+        values = [*named.values(), *client.written.values(), *client.sealer.given]
         if all_finite(values):
             return None
         good = torch.ones(lead, dtype=torch.bool, device=self.device)
@@ -272,3 +284,10 @@ class Shard:
             for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
                 whole[slice(None) if place is None else place] = part
         return tuple(parts)
+
+
+def visit_keys(seed: int, call: Call, ids: Tensor, nth: Tensor | None) -> Tensor:
+    """The coordinates of every visit of a call as hash keys, which client and server can both compute."""
+    base = randomness.key(seed, call.phase, call.round, call.call)
+    keys = randomness.fold(base, ids)
+    return keys if nth is None else torch.where(nth > 0, randomness.key(keys, nth), keys)

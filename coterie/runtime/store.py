@@ -73,6 +73,15 @@ class Store:
             raise KeyError
         return self.columns[name].read(at)
 
+    def read_or_zero(self, name: str, at: Tensor | None, like: Tensor) -> Tensor:
+        """Rows like `like` [..., *] of the clients at these positions, zeros where there are none yet."""
+        if name not in self.columns:
+            return torch.zeros_like(like)
+        column = self.columns[name]
+        slots = column.slot if at is None else column.slot[at]
+        rows = column.rows.index_select(0, slots.clamp(min=0).reshape(-1)).view_as(like)
+        return torch.where((slots >= 0).view(*slots.shape, *[1] * (like.dim() - slots.dim())), rows, 0.0)
+
     def write(self, name: str, at: Tensor | None, values: Tensor) -> None:
         if name not in self.columns:
             like = values if at is not None and at.dim() == 0 else values[0]

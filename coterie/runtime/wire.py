@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.errors import CoterieError
 
 VERSION = 1
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         torch.float64,
@@ -21,10 +21,11 @@ _DTYPES = {
         torch.bfloat16,
         torch.int64,
         torch.int32,
+        torch.uint8,
         torch.bool,
     )
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_BYTES = 1 << 34
 
 
@@ -35,7 +36,7 @@ class WireError(CoterieError):
 def encode(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     """Header (JSON values) and tensors as bytes."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    schema = [[name, _NAMES[value.dtype], list(value.shape)] for name, value in plain.items()]
+    schema = [[name, NAMES[value.dtype], list(value.shape)] for name, value in plain.items()]
     text = json.dumps({"version": VERSION, "header": header, "tensors": schema}).encode()
     buffers = [bytes(value.view(-1).view(torch.uint8).numpy().data) for value in plain.values()]
     return b"".join([struct.pack("<Q", len(text)), text, *buffers])
@@ -60,7 +61,7 @@ def _tensors(message: bytes, at: int, schema: Any) -> dict[str, Tensor]:
     tensors = {}
     try:
         for name, dtype_name, shape in schema:
-            dtype, count = _DTYPES[dtype_name], 1
+            dtype, count = DTYPES[dtype_name], 1
             for length in shape:
                 if not isinstance(length, int) or length < 0:
                     raise WireError(f"tensor {name!r} has shape {shape}")
