@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie.errors import CoterieError, SettingError
 from coterie.federation import randomness
 from coterie.federation.parcels import Sealer
+from coterie.models.metrics import metrics
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch, Rows
@@ -92,12 +93,12 @@ class Client:
         """The common starting point, which every client can compute by itself from the seed."""
         return self._shard.initial.expand(*self.lead, -1)
 
-    def grad(self, x: Tensor) -> Tensor:
-        """Gradient at x on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
+    def grad(self, x: Tensor, again: bool = False) -> Tensor:
+        """Gradient at x on a fresh minibatch (all rows if the algorithm's `batch` is 0), or `again` on the last."""
         rows = self._shard.train
         if self._batch == 0 or rows.largest <= self._batch:
             return self.full_grad(x)
-        self._step += 1
+        self._step += not again
         keys = randomness.fold(self.keys, self._step)
         batch = rows.minibatch(self._at, keys, self._batch)
         return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
@@ -118,6 +119,12 @@ class Client:
             return self._shard.model.loss_from(statistics, x)
         return self._over_rows(self._shard.model.loss, x, rows=self._shard.splits[split])
 
+    def error(self, x: Tensor, split: str = "train") -> Tensor:
+        """Mean loss of the rows of 'train' or 'validation' at x, without the regulariser, [..., 1]."""
+        if split not in ("train", "validation"):
+            raise SettingError(f"a phase may look at 'train' or 'validation' rows, not at {split!r}")
+        return metrics(self._shard.model, x, self._shard.splits[split], self._at)["loss"]
+
     def solve(self, x: Tensor, tol: float = 1e-9, pull: float = 0.0) -> Tensor:
         """Minimiser of f + pull/2 |. - x|^2, started at x, to gradient norm tol."""
         statistics = self._shard.statistics(self._at)
@@ -132,6 +139,19 @@ class Client:
     def smoothness(self) -> Tensor:
         """L, the largest curvature of this client's loss, [..., 1]."""
         return self._over_rows(self._shard.model.smoothness, self.initial_model())
+
+    def row_smoothness(self) -> Tensor:
+        """The largest curvature of the loss as one row alone estimates it, [..., 1]."""
+        model = self._shard.model
+
+        def largest(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            alone = torch.ones_like(weight).unsqueeze(-1)
+            spread = x.unsqueeze(-2).expand(*weight.shape, x.shape[-1])
+            curvature = model.smoothness(spread, inputs.unsqueeze(len(weight.shape)), targets.unsqueeze(-1), alone)
+            whole = curvature.squeeze(-1) * weight.sum(-1, keepdim=True)
+            return torch.where(weight > 0, whole, 0.0).amax(-1, keepdim=True)
+
+        return self._over_rows(largest, self.initial_model())
 
     def convexity(self) -> Tensor:
         """mu, the smallest curvature of this client's loss, [..., 1]."""

@@ -1,0 +1,376 @@
+"""FLIX: each client deploys an explicit mixture of a shared model and its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.errors import CoterieError, SettingError
+from coterie.federation.client import Client
+from coterie.federation.compressors import compressor
+from coterie.federation.federation import Federation
+from coterie.federation.replies import Replies
+from coterie.federation.state import State
+from coterie.models.base import norm
+from coterie.theory import flix as theory
+from coterie.theory.flix import Mixture
+
+Alpha = float | str | tuple[float, ...]
+FULL = ("dgd", "dcgd", "diana")  # solvers that use all rows in a gradient and a step size from theory
+GRID = 11  # mixtures tried by alpha = "auto": 0, 0.1, ..., 1
+CHOICES = 64  # visits after which alpha = "auto" chooses no more
+CHECK_EVERY = 20  # local steps between looks at the gradient norm
+UNKNOWN = -1.0  # the smoothness of a client that has not told it
+GROWTH = 1e6  # a gradient that has grown this much since the first round is divergence
+
+
+@dataclass(frozen=True)
+class FLIX(Algorithm):
+    """Explicit mixtures of a shared and a local model (Gasanov, Khaled, Horvath, Richtarik, AISTATS 2022).
+
+    x_i = argmin f_i, at home;   T_i(x) = alpha_i x + (1 - alpha_i) x_i;   minimise f~(x) = mean_i f_i(T_i(x))
+    G_i = alpha_i grad f_i(T_i(x)), and x <- x - lr g with
+    dgd: g = mean G_i;   dcgd: g = mean C(G_i);   diana: D_i = C(G_i - h_i), g = h + mean D_i, h_i += beta D_i
+    one-shot: x = sum_i w_i x_i, w_i ~ alpha_i^2 L_i, in one round;   sgd, adam: G_i of a minibatch, sampled clients
+
+    alpha = 0 is training alone and costs nothing, alpha = 1 is gradient descent on the average risk. `alpha` is a
+    number, one per client, or "auto": each client takes the mixture with the lowest error on its validation rows,
+    again at its visits 1, 2, 4, ..., 64, and reports its choice. Local models never leave the clients, except
+    into the average that `one-shot` and `start_at="average"` ask for. lr = 0 takes the step size of theory
+    from the clients' smoothness. Deviation: the means are over clients that answered.
+    """
+
+    alpha: float | str | tuple[float, ...] = setting(
+        0.5,
+        "share of the shared model: a number, one per client, or 'auto'",
+        low=0,
+        high=1,
+        tune=(0.1, 0.3, 0.5, 0.7, 0.9),
+    )
+    solver: str = setting(
+        "dgd", "how x is found", options=("one-shot", "dgd", "dcgd", "diana", "sgd", "adam")
+    )
+    compressor: str = setting("identity", "what clients send: rand-K, natural, qsgd-S, ... (not for dgd)")
+    lr: float = setting(0.0, "step size; 0 takes that of theory (not for sgd and adam)", low=0)
+    start_at: str = setting(
+        "initial", "first x: the model's, or the one-shot average", options=("initial", "average")
+    )
+    shift: str = setting(
+        "gradient", "first h_i of diana: G_i, sent once, or zero", options=("gradient", "zero")
+    )
+    average: bool = setting(False, "deploy the mean of all x instead of the last one")
+    local: str = setting("exact", "how x_i is found: the model's solver, or SGD", options=("exact", "sgd"))
+    local_tol: float = setting(1e-6, "gradient norm at which the local solver stops", above=0)
+    local_lr: float = setting(0.1, "step size of local SGD", above=0)
+    local_steps: int = setting(1000, "most steps of local SGD", low=1)
+    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+
+    theory_example: ClassVar[dict[str, Any]] = {"alpha": 0.6, "solver": "diana", "compressor": "rand-2"}
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", _read_alpha(self.alpha))
+        super().__post_init__()
+        one = compressor(self.compressor)
+        object.__setattr__(self, "compressor", str(one))
+        if self.solver in ("dgd", "one-shot") and self.compressor != "identity":
+            raise SettingError(f"flix: {self.solver} sends whole vectors; use dcgd or diana with {one}")
+        if not one.unbiased and (self.solver == "diana" or (self.solver == "dcgd" and self.lr == 0)):
+            raise SettingError(
+                f"flix: {one} is biased and has no theory; use dcgd with lr > 0, or {'rand-K'}"
+            )
+        if self.solver in ("sgd", "adam") and self.lr == 0:
+            raise SettingError(f"flix: {self.solver} has no step size from theory; set lr")
+        if self.solver == "one-shot" and self.alpha == "auto":
+            raise SettingError("flix: one-shot weighs clients by alpha before it is chosen; give a number")
+
+    @classmethod
+    def from_theory(
+        cls,
+        fed: Federation,
+        alpha: Alpha = 0.5,
+        solver: str = "dgd",
+        compressor: str = "identity",
+        **settings: Any,
+    ) -> FLIX:
+        """The step size of theory as a number: each client is asked for L_i and mu_i.
+
+        Without strong convexity DCGD and DIANA take a quarter of it and deploy the mean of the iterates.
+        """
+        asked = cls(alpha=alpha, solver=solver, compressor=compressor, **settings)
+        if solver not in FULL or asked.alpha == "auto":
+            return asked
+        mixture = asked.mixture(fed)
+        lr = theory.step(solver, mixture, asked._omega(fed.d))
+        if mixture.mu <= 0 and solver != "dgd":
+            return asked.replace(lr=lr / 4, average=True)  # type: ignore[return-value]
+        return asked.replace(lr=lr)  # type: ignore[return-value]
+
+    def mixture(self, fed: Federation) -> Mixture:
+        """alpha_i, L_i and mu_i of all clients, asked apart from any run."""
+        asked = fed.fresh(dropout=0.0).map(self.constants)
+        return Mixture(self._alphas(fed), asked["smoothness"], asked["convexity"])
+
+    def start(self, fed: Federation) -> State:
+        x = fed.initial_model()
+        s = State(
+            x=x,
+            alpha=self._alphas(fed),
+            smoothness=torch.full_like(self._alphas(fed), UNKNOWN),
+            first=0.0,
+            ready=False,
+        )
+        if self.alpha == "auto" and not fed.has_rows("validation"):
+            raise SettingError("flix: alpha='auto' chooses on validation rows, and there are none; give some")
+        if self.solver == "diana":
+            s = _with(s, h=torch.zeros_like(x), shifted=self.shift == "zero")
+        if self.solver == "adam":
+            s = _with(s, m=torch.zeros_like(x), v=torch.zeros_like(x), steps=0)
+        if self.average:
+            s = _with(s, mean=x, count=0)
+        compressor(self.compressor).check(fed.d)
+        fed.map(self.begin)
+        return s
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        if not self._alphas(fed).any():
+            fed.map(self.rest)
+            return s
+        if (self.solver == "one-shot" or self.start_at == "average") and not s.ready:
+            return self._one_shot(fed, s)
+        if self.solver == "one-shot":
+            return s
+        if self.solver in FULL and self.lr == 0 and (s.smoothness == UNKNOWN).all():
+            s = self._told(s, fed.map(self.constants))
+        s, g = self._slope(fed, s, t)
+        return self._step(fed, s, g, t)
+
+    def begin(self, client: Client) -> None:
+        """Find the local model, from the common starting point."""
+        first = client.initial_model()
+        own = first if self.alpha == 1.0 else self._solve(client, first)
+        client.keep.own = torch.where(torch.isfinite(own).all(-1, keepdim=True), own, first)
+        if self.solver == "diana":
+            client.keep.h = torch.zeros_like(first)
+        if self.alpha == "auto":
+            client.keep.alpha = torch.full_like(first[..., :1], 0.5)
+            client.keep.visits = torch.zeros_like(first[..., :1])
+
+    def constants(self, client: Client) -> dict[str, Tensor]:
+        return {"smoothness": client.smoothness(), "convexity": client.convexity()}
+
+    def rest(self, client: Client) -> None:
+        """alpha = 0: there is nothing to say."""
+
+    def local_model(self, client: Client) -> dict[str, Tensor]:
+        """The one message in which a local model travels, for the one-shot average."""
+        return {"x": client.keep.own, "smoothness": client.smoothness()}
+
+    def slope(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """G_i(x), on all rows or, for sgd and adam, on a minibatch."""
+        alpha = self._own_alpha(client, x, alpha)
+        mixed = self._mixed(client, x, alpha)
+        g = alpha * (client.full_grad(mixed) if self.solver in FULL else client.grad(mixed))
+        return {"g": g, "alpha": client.keep.alpha} if self.alpha == "auto" else g
+
+    def shifts(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """DIANA's first h_i, sent whole."""
+        alpha = alpha if self.alpha != "auto" else client.keep.alpha
+        client.keep.h = self._gradient(client, x, alpha)
+        return client.keep.h
+
+    def shifted_slope(
+        self, client: Client, x: Tensor, alpha: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """D_i = C(G_i(x) - h_i); both sides then move h_i by beta D_i."""
+        sent = client.compress(self._gradient(client, x, self._own_alpha(client, x, alpha)) - client.keep.h)
+        client.keep.h = client.keep.h + self._beta(x.shape[-1]) * sent
+        return {"g": sent, "alpha": client.keep.alpha} if self.alpha == "auto" else sent
+
+    def deploy(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        return self._mixed(client, x, client.keep.alpha if self.alpha == "auto" else self._number(alpha))
+
+    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"x": s.mean if self.average else s.x}, self._each(s, None)
+
+    def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        return {"alpha": s.alpha} if isinstance(self.alpha, str) else {}
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        sent, own = compressor(self.compressor).floats(d), int(isinstance(self.alpha, tuple))
+        report = int(self.alpha == "auto")
+        return {
+            "begin": (0, 0),
+            "rest": (0, 0),
+            "constants": (0, 2),
+            "local_model": (0, d + 1),
+            "slope": (d + own, sent + report),
+            "shifts": (d + own, d),
+            "shifted_slope": (d + own, sent + report),
+        }
+
+    def _one_shot(self, fed: Federation, s: State) -> State:
+        r = fed.map(self.local_model)
+        s = self._told(s, r)
+        if len(r) == 0:
+            return s
+        x = Mixture(s.alpha[r.ids], r["smoothness"], torch.zeros(len(r))).average(r["x"])
+        return _with(s, x=x, ready=True, **({"mean": x} if self.average else {}))
+
+    def _slope(self, fed: Federation, s: State, t: int) -> tuple[State, Tensor]:
+        """The server's estimate g of the gradient at x, and the state with what came along."""
+        ids = fed.sample(t, self.participation)
+        sent: dict[str, Any] = {"x": s.x, "to": ids, "each": self._each(s, ids)}
+        if self.solver != "diana":
+            r = fed.map(self.slope, **sent, compress=self._compress)
+            return self._heard(s, r), r.mean(self._name, uniform=True)
+        if not s.shifted:
+            r = fed.map(self.shifts, x=s.x, each=self._each(s, None))
+            s = _with(s, h=r.values.sum(0) / fed.n if len(r) else s.h, shifted=True)
+        r = fed.map(self.shifted_slope, **sent, compress=self.compressor)
+        mean = r.mean(self._name, uniform=True)
+        g = s.h + mean
+        return _with(self._heard(s, r), h=s.h + self._beta(fed.d) * mean * (len(r) / fed.n)), g
+
+    def _step(self, fed: Federation, s: State, g: Tensor, t: int) -> State:
+        """One step along g, after a look at whether the steps so far diverge."""
+        lr = self.lr or self._theory_step(fed, s)
+        size = float(norm(g))
+        first = s.first or size
+        if self.solver in FULL and not size <= GROWTH * max(first, 1e-8):
+            known = self._theory_step(fed, s) or theory.step(
+                self.solver, self.mixture(fed), self._omega(fed.d)
+            )
+            raise SettingError(
+                f"flix: the step size lr = {lr:g} diverges: the gradient grew from {first:.2g} to {size:.2g} by "
+                f"round {t}. Theory allows {known:.3g}; leave lr at 0 to take it."
+            )
+        if self.solver == "adam":
+            steps = s.steps + 1
+            m, v = 0.9 * s.m + 0.1 * g, 0.999 * s.v + 0.001 * g * g
+            s = _with(s, m=m, v=v, steps=steps)
+            g = (m / (1 - 0.9**steps)) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8)
+        x = s.x - lr * g
+        if self.average:
+            s = _with(s, mean=(s.count * s.mean + x) / (s.count + 1), count=s.count + 1)
+        return _with(s, x=x, first=first)
+
+    def _theory_step(self, fed: Federation, s: State) -> float:
+        """From the smoothness of the clients that told it; 0 where nobody did or nothing curves."""
+        known = s.smoothness != UNKNOWN
+        if self.solver not in FULL or not known.any():
+            return 0.0
+        mixture = Mixture(s.alpha[known], s.smoothness[known], torch.zeros(int(known.sum())))
+        return theory.step(self.solver, mixture, self._omega(fed.d))
+
+    def _told(self, s: State, r: Replies) -> State:
+        """What clients told of their smoothness."""
+        if len(r) == 0:
+            return s
+        return _with(s, smoothness=r.put(s.smoothness.unsqueeze(-1), "smoothness").squeeze(-1))
+
+    def _heard(self, s: State, r: Replies) -> State:
+        """What clients reported of their choice of alpha."""
+        if self.alpha != "auto" or len(r) == 0:
+            return s
+        return _with(s, alpha=r.put(s.alpha.to(r["alpha"]).unsqueeze(-1), "alpha").squeeze(-1))
+
+    @property
+    def _name(self) -> str:
+        return "g" if self.alpha == "auto" else ""
+
+    @property
+    def _compress(self) -> str | None:
+        return None if self.compressor == "identity" else self.compressor
+
+    def _omega(self, d: int) -> float:
+        one = compressor(self.compressor)
+        return one.omega(d) if one.unbiased else 0.0
+
+    def _beta(self, d: int) -> float:
+        return theory.diana_beta(self._omega(d))
+
+    def _alphas(self, fed: Federation) -> Tensor:
+        """alpha_i of every client [n]; 1/2 where it is still to be chosen."""
+        if isinstance(self.alpha, tuple):
+            if len(self.alpha) != fed.n:
+                raise SettingError(f"flix: {len(self.alpha)} values of alpha for {fed.n} clients")
+            return torch.tensor(self.alpha, dtype=fed.dtype, device=fed.device)
+        alpha = 0.5 if isinstance(self.alpha, str) else self.alpha
+        return torch.full((fed.n,), alpha, dtype=fed.dtype, device=fed.device)
+
+    def _each(self, s: State, ids: Tensor | None) -> dict[str, Tensor]:
+        if not isinstance(self.alpha, tuple):
+            return {}
+        return {"alpha": (s.alpha if ids is None else s.alpha[ids]).unsqueeze(-1)}
+
+    def _number(self, alpha: Tensor | None) -> Any:
+        return self.alpha if alpha is None else alpha
+
+    def _own_alpha(self, client: Client, x: Tensor, alpha: Tensor | None) -> Any:
+        """The client's alpha; with "auto" chosen anew at some visits."""
+        if self.alpha != "auto":
+            return self._number(alpha)
+        visit = client.keep.visits + 1
+        client.keep.visits = visit
+        due = (torch.log2(visit) % 1 == 0) & (visit <= CHOICES)
+        if due.any():
+            tried = torch.linspace(0, 1, GRID).to(x)
+            errors = [client.error(self._mixed(client, x, a), split="validation") for a in tried]
+            best = tried[torch.cat(errors, -1).argmin(-1, keepdim=True)]
+            client.keep.alpha = torch.where(due, best, client.keep.alpha)
+        return client.keep.alpha
+
+    def _mixed(self, client: Client, x: Tensor, alpha: Any) -> Tensor:
+        """T_i(x)."""
+        return alpha * x + (1 - alpha) * client.keep.own
+
+    def _gradient(self, client: Client, x: Tensor, alpha: Any) -> Tensor:
+        """G_i(x)."""
+        alpha = self._number(alpha)
+        return alpha * client.full_grad(self._mixed(client, x, alpha))
+
+    def _solve(self, client: Client, x: Tensor) -> Tensor:
+        if self.local == "exact":
+            try:
+                return client.solve(x, self.local_tol)
+            except CoterieError as problem:
+                remedy = "Or take local='sgd', which stops where the gradient is small or after local_steps."
+                raise SettingError(f"flix: {problem} {remedy}") from problem
+        active = torch.ones_like(x[..., :1], dtype=torch.bool)
+        for step in range(self.local_steps):
+            if step % CHECK_EVERY == 0:
+                active = active & (norm(client.full_grad(x)) > self.local_tol)
+                if not active.any():
+                    break
+            x = torch.where(active, x - self.local_lr * client.grad(x), x)
+        return x
+
+
+def _with(s: State, **changes: Any) -> State:
+    return State(**{**s.fields(), **changes})
+
+
+def _read_alpha(alpha: Any) -> Alpha:
+    """A number, a tuple, or 'auto'; text may list one number per client, separated by commas."""
+    if isinstance(alpha, str) and alpha != "auto":
+        parts = alpha.split(",")
+        try:
+            values = tuple(float(part) for part in parts)
+        except ValueError:
+            raise SettingError(
+                f"flix: alpha = {alpha!r} is not a number, a list of numbers, or 'auto'"
+            ) from None
+        return values[0] if len(values) == 1 else _read_alpha(values)
+    if isinstance(alpha, list | tuple | Tensor):
+        values = tuple(float(one) for one in alpha)
+        for k, one in enumerate(values):
+            if not 0.0 <= one <= 1.0:
+                raise SettingError(
+                    f"flix: alpha = {one} of client {k} is outside its range: at least 0 and at most 1"
+                )
+        return values
+    return float(alpha) if isinstance(alpha, int) else alpha
