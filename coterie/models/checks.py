@@ -25,10 +25,12 @@ def check_module(module: nn.Module) -> None:
                 f"{where} has no sizes yet. Run the module once on a few rows before giving it."
             )
         if isinstance(layer, _NormBase) and (isinstance(layer, _BatchNorm) or layer.track_running_stats):
+            fix = "Set track_running_stats=False."
+            if isinstance(layer, _BatchNorm):
+                fix = "Use coterie.models.replace_batchnorm(module), which puts GroupNorm in its place."
             raise SettingError(
                 f"{where}: its running statistics are client state, not parameters: they cannot be averaged, "
-                "mixed or sent with the parameter vector, and padded rows would enter them. "
-                "Use coterie.models.replace_batchnorm(module), which puts GroupNorm in its place."
+                f"mixed or sent with the parameter vector, and padded rows would enter them. {fix}"
             )
         if (isinstance(layer, _DropoutNd) and layer.p > 0) or _inner_dropout(layer) > 0:
             raise SettingError(

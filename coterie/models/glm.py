@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.errors import CoterieError, DataError, SettingError
-from coterie.models.base import Model, dot
+from coterie.models.base import Model, dot, norm
 from coterie.models.predictor import LinearPredictor
 from coterie.models.solve import Solution, lbfgs, newton
 from coterie.models.targets import count_classes
@@ -177,19 +177,23 @@ class Glm(Model):
             change = self._margins(self._table(step) @ x.mT, y)
             return (change * (weight > 0).unsqueeze(-2)).flatten(-2)
 
-        rounding = 8 * torch.finfo(w.dtype).eps * dot(weight, torch.linalg.vector_norm(x, dim=-1))
-        limit = rounding.clamp_min(tol)
         data = (w, x, y, weight)
+        length = torch.linalg.vector_norm(x, dim=-1)
+        rounding = 8 * torch.finfo(w.dtype).eps
+        limit = (rounding * dot(weight, length)).clamp_min(tol)
         endless = self.l2 == 0 and pull == 0
+        start = torch.where(loss(torch.zeros_like(w), *data) < loss(w, *data), 0.0, w)
         if self.d <= _NEWTON_LIMIT:
-            solution = newton(loss, grad, hessian, w, data, limit, gains if endless else None)
-            bad = ~solution.converged
+            solution = newton(loss, grad, hessian, start, data, limit, gains if endless else None)
         else:
-            solution = lbfgs(loss, grad, w, data, limit)
-            bad = ~solution.converged
-            if endless:
-                won = gains(solution.w, *data)
-                bad |= (won.amin(-1) >= 0) & (won.amax(-1) > 0)
+            solution = lbfgs(loss, grad, start, data, limit)
+        bad = ~solution.converged
+        if endless:
+            won = gains(solution.w, *data)
+            bad |= (won.amin(-1) >= 0) & (won.amax(-1) > 0)
+        else:
+            blurred = rounding * dot(weight, length * (1 + length * norm(solution.w)))
+            bad &= (solution.gradient > blurred).squeeze(-1)
         if bool(bad.any()):
             raise CoterieError(self._explain(solution, bad, first, endless, tol))
         return solution.w
@@ -246,8 +250,9 @@ class Logistic(Glm):
         return matrix
 
     def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
+        """log(1 + exp(-z)) for label 1 and log(1 + exp(z)) for label 0: no digits cancel."""
         z = scores.squeeze(-2)
-        return functional.softplus(z, threshold=50.0) - y.to(z.dtype) * z
+        return functional.softplus(z * (1 - 2 * y.to(z.dtype)), threshold=50.0)
 
     def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
         return scores * (2 * y - 1).unsqueeze(-2)
@@ -290,8 +295,7 @@ class Softmax(Glm):
         return matrix
 
     def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
-        chosen = scores.gather(-2, y.long().unsqueeze(-2)).squeeze(-2)
-        return torch.logsumexp(scores, -2) - chosen
+        return torch.logsumexp(scores - scores.gather(-2, y.long().unsqueeze(-2)), -2)
 
     def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
         hit = y.long().unsqueeze(-2)

@@ -203,7 +203,7 @@ class Network(Model):
         z, y = scores.squeeze(-1), y.to(scores.dtype)
         if self.task == "regression":
             return 0.5 * (z - y).square()
-        return functional.softplus(z, threshold=50.0) - y * z
+        return functional.softplus(z * (1 - 2 * y), threshold=50.0)
 
     def _objective(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, unrolled: bool = False) -> Tensor:
         return (self._row_losses(w, x, y, unrolled) * weight).sum()

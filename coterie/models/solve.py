@@ -60,6 +60,7 @@ def newton(
 ) -> Solution:
     """Damped Newton for convex problems: w <- w - t H^-1 g, t halved until the loss falls.
 
+    Where rounding hides the fall, the whole step is taken if it makes the gradient shorter.
     `gains(step, *data)` [k, n], if given, are changes of quantities in each of which the loss falls. A
     step that lowers none of them proves that there is no minimiser and ends its problem unconverged;
     while any changes by more than 0.1, a small gradient is no convergence: it vanishes at infinity, too.
@@ -80,7 +81,11 @@ def newton(
         if not stay.numel():
             break
         w, slope, step = w[stay], slope[stay], step[stay]
-        w, _ = _descend(loss, w, slope, step, stack.tensors[1:])
+        after, progress = _descend(loss, w, slope, step, stack.tensors[1:])
+        if not bool(progress.all()):
+            flatter = norm(grad(w + step, *stack.tensors[1:])) < norm(slope)
+            after = torch.where(flatter & ~progress.unsqueeze(-1), w + step, after)
+        w = after
     return stack.solution
 
 
@@ -182,9 +187,8 @@ def largest_curvature(curve: Function, start: Tensor, steps: int) -> Tensor:
         u = u - alpha * v
         diagonal.append(alpha)
         beta = norm(u)
-        beta = torch.where(beta > 1e-12 * alpha.abs(), beta, 0.0)
         beside.append(beta)
-        v, before = torch.where(beta > 0, u / beta.clamp_min(tiny), 0.0), v
+        v, before = u / beta.clamp_min(tiny), v
     off = torch.cat(beside, -1)[..., :-1]
     middle = torch.cat(diagonal, -1)
     matrix = torch.diag_embed(middle) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)

@@ -43,6 +43,10 @@ class Pair(nn.Linear):
             r"BatchNorm1d at '1'.*replace_batchnorm",
         ),
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2)), r"Dropout at '1'.*probability to 0"),
+        (
+            nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 3)),
+            "track_running_stats=False",
+        ),
         (nn.TransformerEncoderLayer(4, 2, 8), "dropout probability to 0"),
         (nn.Sequential(nn.LazyLinear(3)), "has no sizes yet"),
         (nn.Linear(4, 3).requires_grad_(False), "nothing can be trained"),
