@@ -1,0 +1,195 @@
+"""Simulated bias and variance of every estimator, to hold against `coterie.theory.risk`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.theory import risk
+from coterie.theory.filters import apply
+from coterie.theory.risk import Risk
+from coterie.theory.spectrum import Spectrum
+
+NOISES = 8
+ESTIMATORS = (
+    "fedavg",
+    "local",
+    "ridge-local*",
+    "ftfa",
+    "maml-fl",
+    "rtfa",
+    "pfedme",
+    "rtfa*",
+    "pfedme*",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Clients of the linear model; `lam` is the penalty of `rtfa` and `pfedme`, the starred ones take the best."""
+
+    features: int = 400
+    rows: int = 200
+    clients: int = 1600
+    r2: float = 1.0
+    rho2: float = 2.0
+    sigma2: float = 0.25
+    correlation: float = 0.0  # AR(1) of neighbouring features
+    lam: float = 1.5
+    alpha: float = 0.1  # MAML's inner step
+
+    @property
+    def gamma(self) -> float:
+        return self.features / self.rows
+
+    def covariance(self) -> Tensor:
+        place = torch.arange(self.features, dtype=torch.float64)
+        return self.correlation ** (place[:, None] - place).abs()
+
+    def penalties(self) -> dict[str, float]:
+        """The best lambda alone and around the centre, and the given one."""
+        return {
+            "alone": self.sigma2 * self.gamma / self.rho2,
+            "best": self.sigma2 * self.gamma / self.r2,
+            "given": self.lam,
+        }
+
+    def predicted(self, clients: bool = True) -> dict[str, Risk]:
+        """Theory's answer, by default with the error of a centre learned from this many clients.
+
+        For correlated features that error is known for FedAvg's centre only, and used for all.
+        """
+        values = torch.linalg.eigvalsh(self.covariance()).numpy() if self.correlation else None
+        common: dict[str, Any] = {"gamma": self.gamma, "sigma2": self.sigma2}
+        common["spectrum"] = None if values is None else Spectrum.of(values)
+        shared = {**common, "r2": self.r2, "clients": self.clients if clients else None}
+        maml = risk.maml_fl(**shared, alpha=self.alpha) if values is None else risk.ftfa(**shared)
+        prox = risk.pfedme if values is None else risk.rtfa
+        return {
+            "fedavg": risk.fedavg(**shared),
+            "local": risk.local(**common, rho2=self.rho2),
+            "ridge-local*": risk.ridge_local(**common, rho2=self.rho2),
+            "ftfa": risk.ftfa(**shared),
+            "maml-fl": maml,
+            "rtfa": risk.rtfa(**shared, lam=self.lam),
+            "pfedme": prox(**shared, lam=self.lam),
+            "rtfa*": risk.rtfa(**shared),
+            "pfedme*": prox(**shared),
+        }
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Means over clients and their standard errors, which count that all share one draw of the centre."""
+
+    bias: float
+    variance: float
+    bias_error: float
+    variance_error: float
+
+
+def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulated]:
+    """Draw the world, fit every estimator, and score the first `judged` clients.
+
+    Estimators are linear in y, so the signal and a few draws of the noise are fitted as columns: the error of
+    the first is the bias, the size of the others the variance.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    covariance = world.covariance()
+    root = torch.linalg.cholesky(covariance).T if world.correlation else None
+    middle = _unit(torch.randn(world.features, generator=draw, dtype=torch.float64))
+    penalty = world.penalties()
+    sums = {name: _Centre(world.features) for name in ("average", "maml", "given", "best")}
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    for k in range(world.clients):
+        x, truth, y = _client(world, middle, root, draw)
+        if k < judged:
+            kept.append((x, truth, y))
+        gram = x @ x.T / world.rows
+        sums["average"].add(x, y, x)
+        bent = x - world.alpha * (gram @ x)
+        sums["maml"].add(bent, y - world.alpha * (gram @ y), bent)
+        for name in ("given", "best"):
+            factor = torch.linalg.cholesky(gram + penalty[name] * torch.eye(world.rows, dtype=torch.float64))
+            half = torch.linalg.solve_triangular(factor, x, upper=False)
+            sums[name].add(half, torch.linalg.solve_triangular(factor, y, upper=False), half)
+    centres = {name: part.solve() for name, part in sums.items()}
+    common = math.sqrt(2 / world.features) * _sizes(
+        centres["average"], math.sqrt(world.rho2 - world.r2) * middle, covariance
+    )
+    errors: dict[str, list[Tensor]] = {name: [] for name in ESTIMATORS}
+    for x, truth, y in kept:
+        for name, model in _models(x, y, centres, penalty).items():
+            errors[name].append(_sizes(model, truth, covariance))
+    shared = {name: torch.zeros(2) if "local" in name else common for name in ESTIMATORS}
+    return {name: _summary(torch.stack(pairs), shared[name]) for name, pairs in errors.items()}
+
+
+def _sizes(model: Tensor, truth: Tensor, covariance: Tensor) -> Tensor:
+    """Squared prediction error of the signal column and mean squared size of the noise columns."""
+    gap = torch.cat([model[:, :1] - truth[:, None], model[:, 1:]], 1)
+    sizes = (gap * (covariance @ gap)).sum(0)
+    return torch.stack([sizes[0], sizes[1:].mean()])
+
+
+class _Centre:
+    """Sums of Y'Y and Y'(targets) of a filtered client Y."""
+
+    def __init__(self, d: int) -> None:
+        self.matrix = torch.zeros(d, d, dtype=torch.float64)
+        self.side = torch.zeros(d, 1 + NOISES, dtype=torch.float64)
+
+    def add(self, x: Tensor, y: Tensor, left: Tensor) -> None:
+        self.matrix.addmm_(left.T, x)
+        self.side.addmm_(left.T, y)
+
+    def solve(self) -> Tensor:
+        return torch.linalg.solve(self.matrix, self.side)
+
+
+def _client(
+    world: World, middle: Tensor, root: Tensor | None, draw: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, true parameters, and targets in columns: signal and draws of the noise."""
+    own = torch.randn(world.features, generator=draw, dtype=torch.float64)
+    own = _unit(own - (own @ middle) * middle)
+    truth = math.sqrt(world.rho2 - world.r2) * middle + math.sqrt(world.r2) * own
+    x = torch.randn(world.rows, world.features, generator=draw, dtype=torch.float64)
+    x = x if root is None else x @ root
+    noise = math.sqrt(world.sigma2) * torch.randn(world.rows, NOISES, generator=draw, dtype=torch.float64)
+    return x, truth, torch.cat([(x @ truth)[:, None], noise], 1)
+
+
+def _models(x: Tensor, y: Tensor, centres: dict[str, Tensor], penalty: dict[str, float]) -> dict[str, Tensor]:
+    """Every estimator of one client, [d, columns]."""
+    zero = torch.zeros_like(centres["average"])
+
+    def tuned(middle: Tensor, lam: float) -> Tensor:
+        return middle + apply(x, y - x @ middle, lambda s: 1 / (s + lam))
+
+    average = centres["average"]
+    return {
+        "fedavg": average,
+        "local": tuned(zero, 0.0),
+        "ridge-local*": tuned(zero, penalty["alone"]),
+        "ftfa": tuned(average, 0.0),
+        "maml-fl": tuned(centres["maml"], 0.0),
+        "rtfa": tuned(average, penalty["given"]),
+        "pfedme": tuned(centres["given"], penalty["given"]),
+        "rtfa*": tuned(average, penalty["best"]),
+        "pfedme*": tuned(centres["best"], penalty["best"]),
+    }
+
+
+def _summary(pairs: Tensor, common: Tensor) -> Simulated:
+    bias, variance = pairs.mean(0).tolist()
+    bias_error, variance_error = torch.hypot(pairs.std(0) / math.sqrt(len(pairs)), common.to(pairs)).tolist()
+    return Simulated(bias, variance, bias_error, variance_error)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    return vector / vector.norm()

@@ -1,0 +1,131 @@
+"""Eigenvalues of a feature covariance, and what random-matrix theory makes of them.
+
+Part of the theory of Cheng, Chadha, Duchi, "Federated Asymptotics" (2022), with its printed formulas put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.errors import SettingError
+
+Array = npt.NDArray[np.float64]
+_NEWTON_STEPS = 400
+_NODES = 4096
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues `values` of a covariance with `weights` (equal by default).
+
+    `signal` are the weights of the squared coordinates of the deviation from the centre along the
+    eigenvectors; without them the deviation has no preferred direction.
+    """
+
+    values: Array
+    weights: Array
+    signal: Array | None = None
+
+    @classmethod
+    def of(cls, values: Any, weights: Any = None, signal: Any = None) -> Spectrum:
+        """Eigenvalues, optionally with weights, or a Spectrum as it is."""
+        if isinstance(values, Spectrum):
+            return values
+        s = np.atleast_1d(np.asarray(values, dtype=float))
+        if s.ndim != 1 or not (np.isfinite(s).all() and (s >= 0).all() and s.max() > 0):
+            raise SettingError("spectrum must be a list of finite eigenvalues, none negative, not all zero")
+        return cls(
+            s,
+            _shares("weights", np.ones_like(s) if weights is None else weights, s),
+            None if signal is None else _shares("signal", signal, s),
+        )
+
+    @classmethod
+    def from_rows(cls, xs: Any) -> Spectrum:
+        """Estimated from rows [n, d], or the rows of several clients, pooled.
+
+        The eigenvalues of X'X/N spread more than the true ones; they are shrunk towards their mean so that
+        the second moment is right for normal rows (Ledoit and Wolf, 2004, with a spherical target).
+        """
+        parts = xs if isinstance(xs, Sequence) else [xs]
+        parts = [np.asarray(part, dtype=float) for part in parts]
+        rows, d = sum(len(part) for part in parts), parts[0].shape[1]
+        s = np.linalg.eigvalsh(sum(part.T @ part for part in parts) / rows).clip(0.0)
+        mean, spread = s.mean(), s.var()
+        true = max(0.0, spread - d / rows * mean**2)
+        shrink = np.sqrt(true / spread) if spread > 0 else 0.0
+        return cls.of(mean + shrink * (s - mean))
+
+    @property
+    def mean(self) -> float:
+        return float(self.values @ self.weights)
+
+    @property
+    def rank(self) -> float:
+        """Share of eigenvalues that are not zero."""
+        return float(self.weights[self.values > 0].sum())
+
+    @property
+    def signal_weights(self) -> Array:
+        return self.weights if self.signal is None else self.signal
+
+    def is_identity(self) -> bool:
+        return bool((self.values == 1.0).all())
+
+    def companion(self, gamma: Array, lam: Array) -> Array:
+        """v(-lam) > 0 with 1/v = lam + gamma int s/(1 + s v) dH; infinite at lam = 0, gamma <= 1.
+
+        Newton's method on the concave lam v + gamma - 1 - gamma int 1/(1 + s v) dH, from the left, where it
+        is monotone; written so that nothing cancels near gamma = 1.
+        """
+        if self.is_identity():
+            return _companion_identity(gamma, lam)
+        endless = np.isinf(lam)
+        gamma, lam = np.broadcast_arrays(gamma, np.where(endless, 1.0, lam))
+        solvable = (lam > 0) | (gamma * self.rank > 1)
+        v = 1 / (lam + gamma * self.mean)
+        for _ in range(_NEWTON_STEPS):
+            t = 1 / (1 + self.values * v[..., None])
+            height = lam * v + (gamma - 1) - gamma * (t @ self.weights)
+            slope = lam + gamma * ((self.values * t * t) @ self.weights)
+            step = np.where(solvable, -height / slope, 0.0)
+            v = v + np.maximum(step, 0.0)
+            if (step <= 1e-15 * v).all():
+                break
+        return np.where(endless, 0.0, np.where(solvable, v, np.inf))
+
+
+IDENTITY = Spectrum(np.ones(1), np.ones(1))
+
+
+def _companion_identity(gamma: Array, lam: Array) -> Array:
+    a = lam + gamma - 1
+    root = np.sqrt(a * a + 4 * lam)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(a > 0, 2 / (a + root), np.where(lam > 0, (root - a) / (2 * lam), np.inf))
+
+
+def _shares(name: str, given: Any, values: Array) -> Array:
+    share = np.asarray(given, dtype=float)
+    if share.shape != values.shape or not ((share >= 0).all() and 0 < share.sum() < np.inf):
+        raise SettingError(f"{name} must be {len(values)} numbers, none negative, not all zero")
+    return share / share.sum()
+
+
+def marchenko_pastur(gamma: float, function: Callable[[Array], Array], at_zero: float = 0.0) -> float:
+    """Mean of a function over the d eigenvalues of X'X/n, X ~ N(0, I), d/n = gamma.
+
+    `at_zero` is its value on the null space. The midpoint rule in the angle t of s = 1 + gamma + 2 sqrt(gamma) cos t
+    converges exponentially and never touches the edges.
+    """
+    if not 0 < gamma < np.inf:
+        raise SettingError(f"gamma = {gamma}; it must be positive and finite")
+    t = (np.arange(_NODES) + 0.5) * (np.pi / _NODES)
+    s = (1 - np.sqrt(gamma)) ** 2 + 4 * np.sqrt(gamma) * np.cos(t / 2) ** 2
+    weight = 2 / _NODES * np.sin(t) ** 2 / s
+    return float(weight @ function(s)) + at_zero * max(0.0, 1 - 1 / gamma)
