@@ -110,6 +110,20 @@ class Client:
             return self._shard.model.grad_from(statistics, x)
         return self._over_rows(self._shard.model.grad, x)
 
+    def hvp(self, x: Tensor, v: Tensor) -> Tensor:
+        """Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
+        rows, model = self._shard.train, self._shard.model
+        if self._batch == 0 or rows.largest <= self._batch:
+
+            def product(pair: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+                at, along = pair.chunk(2, -1)
+                return model.hvp(at, along, inputs, targets, weight)
+
+            return self._over_rows(product, torch.cat([x, v], -1))
+        self._step += 1
+        batch = rows.minibatch(self._at, randomness.fold(self.keys, self._step), self._batch)
+        return model.hvp(x, v, batch.x, batch.y, self._reduced(batch.weight, rows))
+
     def loss(self, x: Tensor, split: str = "train") -> Tensor:
         """Loss at x on all rows of 'train' or 'validation', [..., 1]."""
         if split not in ("train", "validation"):
@@ -147,7 +161,9 @@ class Client:
         def largest(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             alone = torch.ones_like(weight).unsqueeze(-1)
             spread = x.unsqueeze(-2).expand(*weight.shape, x.shape[-1])
-            curvature = model.smoothness(spread, inputs.unsqueeze(len(weight.shape)), targets.unsqueeze(-1), alone)
+            curvature = model.smoothness(
+                spread, inputs.unsqueeze(len(weight.shape)), targets.unsqueeze(-1), alone
+            )
             whole = curvature.squeeze(-1) * weight.sum(-1, keepdim=True)
             return torch.where(weight > 0, whole, 0.0).amax(-1, keepdim=True)
 

@@ -69,6 +69,10 @@ class Model:
         """Gradient of `loss` in `w`, [..., d]."""
         raise NotImplementedError
 
+    def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Second derivative of `loss` at `w` times v, [..., d]."""
+        raise NotImplementedError
+
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         """What the model says before any link: [..., B, outputs]."""
         raise NotImplementedError

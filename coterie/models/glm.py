@@ -87,6 +87,13 @@ class Glm(Model):
             self._penalised(gradient.flatten(-2)).add_(self._penalised(w), alpha=self.l2)
         return gradient.flatten(-2)
 
+    def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        bent = self._bend(self._table(w) @ x.mT, self._table(v) @ x.mT)
+        product = (bent * weight.unsqueeze(-2) @ x).flatten(-2)
+        if self.l2:
+            self._penalised(product).add_(self._penalised(v), alpha=self.l2)
+        return product
+
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         return (self._table(w) @ x.mT).mT
 
@@ -146,6 +153,10 @@ class Glm(Model):
 
     def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
         """Derivatives of the row losses in the scores; a new tensor [..., outputs, B]."""
+        raise NotImplementedError
+
+    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+        """How the residuals [..., outputs, B] change, to first order, when the scores do."""
         raise NotImplementedError
 
     def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
@@ -260,6 +271,10 @@ class Logistic(Glm):
     def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
         return torch.sigmoid(scores).sub_(y.unsqueeze(-2))
 
+    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+        likely = torch.sigmoid(scores)
+        return likely * (1 - likely) * change
+
 
 @dataclass(frozen=True)
 class Softmax(Glm):
@@ -319,6 +334,10 @@ class Softmax(Glm):
         residuals = torch.softmax(scores, -2)
         hit = y.long().unsqueeze(-2)
         return residuals.scatter_add_(-2, hit, residuals.new_full((), -1.0).expand(hit.shape))
+
+    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+        likely = torch.softmax(scores, -2)
+        return likely * (change - (likely * change).sum(-2, keepdim=True))
 
 
 def logistic(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") -> Logistic:

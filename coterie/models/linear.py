@@ -90,6 +90,9 @@ class Linear(Glm):
     def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
         return scores.sub_(y.unsqueeze(-2))
 
+    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+        return change
+
 
 def linear(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") -> Linear:
     """Least squares for numeric targets."""

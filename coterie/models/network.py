@@ -125,6 +125,15 @@ class Network(Model):
             gradient = self._choose("grad", self._gradients_looped, self._gradients_stacked, w, *rows)
         return gradient.add_(w, alpha=self.l2) if self.l2 else gradient
 
+    def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """By differentiating (gradient)'v, which any module that trains allows."""
+        rows = (x, y, weight.to(w.dtype), v)
+        if w.dim() == 1:
+            product = self._one_product(w, *rows)
+        else:
+            product = self._choose("hvp", self._products_looped, self._products_stacked, w, *rows)
+        return product + self.l2 * v
+
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         return self._by_row("scores", self._row_scores, w, x)
 
@@ -230,6 +239,27 @@ class Network(Model):
         for part in parts:
             total += part
         return total
+
+    def _one_product(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:
+        """Hessian times v for one client, the rows taken in pieces that fit in memory."""
+        total = torch.zeros_like(w)
+        with torch.enable_grad():
+            leaf = w.detach().requires_grad_()
+            for part in self._pieces(w, (x, y, weight)):
+                value = self._objective(leaf, part[0], part[1], part[2], unrolled=True)
+                slope = torch.autograd.grad(value, leaf, create_graph=True, materialize_grads=True)[0]
+                if slope.requires_grad:
+                    total += torch.autograd.grad(slope @ v, leaf, materialize_grads=True)[0]
+        return total
+
+    def _products_looped(self, w: Tensor, *rows: Tensor) -> Tensor:
+        return torch.stack([self._one_product(*client) for client in zip(w, *rows, strict=True)])
+
+    def _products_stacked(self, w: Tensor, *rows: Tensor) -> Tensor:
+        def along(w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:
+            return grad(self._objective)(w, x, y, weight, unrolled=True) @ v
+
+        return _mapped(grad(along), w, *rows)
 
     def _by_row(self, name: str, function: Callable[..., Tensor], w: Tensor, *rows: Tensor) -> Tensor:
         """A function of rows, [B, ...] for one client and [k, B, ...] for a stack, in pieces."""
