@@ -145,6 +145,10 @@ class Federation:
         """Draws from [0, 1) on the server, [count], a function of seed, purpose and round."""
         return randomness.uniform(randomness.slots(randomness.key(self.seed, purpose, t), count))
 
+    def coin(self, purpose: str, t: int, which: int = 0) -> float:
+        """One draw from [0, 1) that server and clients know from the seed, for coins they share."""
+        return randomness.number(self.seed, purpose, t, which)
+
     def map(
         self,
         phase: Callable[..., Any],

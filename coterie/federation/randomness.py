@@ -48,6 +48,14 @@ def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return (((keys >> 11) & 0x1FFFFFFFFFFFFF).double() * 2.0**-53).to(dtype)
 
 
+def number(*coordinates: int | str) -> float:
+    """One draw from [0, 1) without tensors: `uniform(key(*coordinates))` at a tenth of the time."""
+    folded = 0
+    for coordinate in coordinates:
+        folded = _mix_int(folded + _step(coordinate))
+    return ((folded >> 11) & 0x1FFFFFFFFFFFFF) * 2.0**-53
+
+
 def normal(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal draws (Box-Muller)."""
     first, second = slots(keys, 2).unbind(-1)

@@ -80,3 +80,10 @@ def test_permutation_holds_every_number_once():
 @pytest.mark.parametrize("value", [-1, 2**62, 2**63 - 1])
 def test_large_and_negative_coordinates_wrap(value):
     assert int(randomness.key(value)) == int(randomness.key(torch.tensor(value)))
+
+
+def test_a_number_is_the_uniform_draw_of_its_key():
+    for t in (0, 1, 7, 50_000):
+        drawn = randomness.number(3, "coin", t, 2)
+        assert drawn == float(randomness.uniform(randomness.key(3, "coin", t, 2)))
+        assert 0.0 <= drawn < 1.0
