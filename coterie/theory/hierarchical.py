@@ -43,7 +43,7 @@ class Penalty:
         """From `gamma` (one number, or one per client) and either `alpha` or `lambda_` (one, or one per cluster)."""
         clusters = check_clusters(clusters)
         k = int(clusters.max()) + 1
-        pull = _column("gamma", gamma, len(clusters), clusters.device)
+        pull = column("gamma", gamma, len(clusters), clusters.device)
         if bool((pull <= 0).any()) or not bool(torch.isfinite(pull).all()):
             raise SettingError(
                 f"gamma = {_shown(gamma)}; the pull to the cluster's centre must be above 0 and finite"
@@ -54,10 +54,10 @@ class Penalty:
             )
         if alpha is None:
             share = alpha_from_lambda(
-                _column("lambda_", lambda_, k, clusters.device), group_sum(pull, clusters, k)
+                column("lambda_", lambda_, k, clusters.device), group_sum(pull, clusters, k)
             )
         else:
-            share = _column("alpha", alpha, k, clusters.device)
+            share = column("alpha", alpha, k, clusters.device)
         if not bool(((share >= 0) & (share <= 1)).all()):
             raise SettingError(f"alpha = {_shown(alpha)}; it must lie between 0 and 1")
         return cls(clusters, pull, share)
@@ -310,11 +310,12 @@ def check_clusters(clusters: Tensor | Sequence[int]) -> Tensor:
     return found.long()
 
 
-def _column(name: str, value: Any, length: int, device: torch.device) -> Tensor:
-    column = torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1, 1)
-    if len(column) not in (1, length):
-        raise SettingError(f"{name} has {len(column)} numbers; give one, or one for each of {length}")
-    return column.expand(length, 1)
+def column(name: str, value: Any, length: int, device: torch.device) -> Tensor:
+    """One number, or one for each, as [length, 1] in float64."""
+    found = torch.as_tensor(value, dtype=torch.float64, device=device).reshape(-1, 1)
+    if len(found) not in (1, length):
+        raise SettingError(f"{name} has {len(found)} numbers; give one, or one for each of {length}")
+    return found.expand(length, 1)
 
 
 def _shown(value: Any) -> Any:

@@ -1,0 +1,239 @@
+"""Async-L2GD: personal models in known clusters that communicate when their coins say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.errors import SettingError
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.state import State
+from coterie.theory.coins import Coins, count_rounds
+from coterie.theory.hierarchical import Penalty, group_sum
+
+PerCluster = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class AsyncL2GD(Algorithm):
+    """Personal models pulled to their cluster's mean and to the common one (Lyu, Hanzely, Kolar 2022, Algorithm 1).
+
+    min sum_i f_i(t_i) + gamma_i/2 [(1-alpha_j) |t_i - m_j|^2 + alpha_j |t_i - m|^2],   alpha_j = lambda/(lambda + G_j)
+
+    with probability p0:       t_i <- t_i - lr gamma_i/p0 [alpha_j (t_i - m) + tau_j (1-alpha_j) (t_i - m_j)]
+    else, in cluster j, p_j:   t_i <- t_i - lr gamma_i (1-tau_j)(1-alpha_j)/((1-p0) p_j) (t_i - m_j)
+                  otherwise:   t_i <- t_i - lr/((1-p0)(1-p_j)) grad f_i(t_i)
+
+    coins = "one" is the variant of the paper's experiments: p_j = 0, tau_j = 1. Steps alone are taken when a client
+    is next called, so a round without communication calls nobody. gamma, alpha, lambda_, p and tau may be one
+    number or a list with one per cluster.
+    """
+
+    lr: float = setting(0.05, "step size", above=0, tune=(0.003, 0.01, 0.03, 0.1))
+    gamma: float | tuple[float, ...] = setting(
+        1.0, "pull of a client to the centres", above=0, tune=(0.1, 0.3, 1.0, 3.0)
+    )
+    lambda_: float | tuple[float, ...] = setting(1.0, "pull of a cluster's centre to the common one", low=0)
+    alpha: float | tuple[float, ...] | None = setting(
+        None, "share of the common centre, instead of lambda_", low=0, high=1
+    )
+    p0: float = setting(0.2, "probability that all clusters communicate", low=0, high=1)
+    p: float | tuple[float, ...] = setting(
+        0.3, "probability that a cluster communicates otherwise", low=0, high=1
+    )
+    tau: float | tuple[float, ...] | None = setting(
+        None, "share of the cluster's pull when all communicate", low=0, high=1
+    )
+    coins: str = setting("independent", "a coin for each cluster, or one", options=("independent", "one"))
+    batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
+
+    theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lambda_", "alpha", "p", "tau"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        super().__post_init__()
+        if self.p0 == 1:
+            raise SettingError(
+                f"{self.name}: p0 = 1; it must be below 1, or no client ever looks at its own data"
+            )
+
+    @classmethod
+    def from_theory(
+        cls,
+        fed: Federation,
+        *,
+        gamma: PerCluster = 1.0,
+        lambda_: PerCluster | None = None,
+        alpha: PerCluster | None = None,
+        **settings: Any,
+    ) -> Self:
+        """p0, p_j, tau_j and step size from the losses' smoothness (Corollary 3.6, both cases)."""
+        draft = cls(gamma=gamma, alpha=alpha, lambda_=1.0 if lambda_ is None else lambda_, **settings)
+        penalty, smoothness = draft.penalty(fed), draft.constants(fed)["smoothness"]
+        coins = (Coins.best_one if draft.coins == "one" else Coins.best)(penalty, smoothness)
+        chosen = {"p0": coins.p0, "p": float(coins.p[0]), "lr": 0.5 / coins.smoothness(penalty, smoothness)}
+        return cls(**{**draft.settings(), "tau": None, **chosen})
+
+    def start(self, fed: Federation) -> State:
+        penalty = self.penalty(fed)
+        coins = self.chances(penalty)
+        pulls = [coins.far(penalty), coins.near(penalty), coins.inside(penalty)]
+        weight = penalty.gamma * penalty.alpha[penalty.clusters]
+        return State(
+            pulls=torch.cat(pulls, -1).to(fed.dtype),
+            weights=torch.cat([penalty.gamma, weight], -1).to(fed.dtype),
+            rate=coins.alone.to(fed.dtype)[penalty.clusters],
+            steps=torch.zeros(len(coins.p), 1, dtype=fed.dtype, device=fed.device),
+            rounds_global=0,
+            rounds_within=0,
+        )
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        everyone, inside = self.toss(fed, t, len(s.steps))
+        if everyone:
+            self.communicate(fed, s, None)
+            return _next(s, rounds_global=s.rounds_global + 1)
+        if not any(inside):
+            return _next(s, steps=s.steps + 1)
+        talking = torch.tensor(inside, device=fed.device)
+        self.communicate(fed, s, talking[fed.known_clusters()].nonzero().squeeze(-1))
+        alone = s.steps + (~talking).unsqueeze(-1).to(s.steps)
+        return _next(s, steps=alone, rounds_within=s.rounds_within + sum(inside))
+
+    def toss(self, fed: Federation, t: int, clusters: int) -> tuple[bool, list[bool]]:
+        """The coins of round t, known to all from the seed: does everyone talk, and which clusters inside."""
+        if fed.coin("everyone", t) < self.p0:
+            return True, []
+        if self.coins == "one" or self.p == 0:
+            return False, []
+        chance = self.p if isinstance(self.p, tuple) else (self.p,) * clusters
+        return False, [fed.coin("inside", t, j) < chance[j] for j in range(clusters)]
+
+    def communicate(self, fed: Federation, s: State, to: Tensor | None) -> None:
+        """Clients send their models, get the means, and move towards them; `to` None means all clusters."""
+        replies = fed.map(self.share, to=to, each=self._pace(fed, s, to), link="client-cluster")
+        if not len(replies):
+            return
+        ids = None if len(replies) == fed.n else replies.ids
+        clusters = _rows(fed.known_clusters(), ids)
+        common, inside = self.means(s, replies.values, clusters, ids)
+        pulls = _rows(s.pulls, ids)
+        if to is None:
+            self.exchange(fed, inside)
+            each = {"inside": inside[clusters], "pulls": pulls[:, :2]}
+            fed.map(self.pull_all, to=ids, each=each, common=common, link="client-cluster")
+        else:
+            each = {"inside": inside[clusters], "pull": pulls[:, 2:]}
+            fed.map(self.pull_inside, to=ids, each=each, link="client-cluster")
+
+    def means(self, s: State, models: Tensor, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The common mean [d] and those of the clusters [k, d] over the clients that answered."""
+        tiny = torch.finfo(models.dtype).tiny
+        near, far = _rows(s.weights, ids).split(1, -1)
+        total = group_sum(near, clusters, len(s.steps)).clamp_(min=tiny)
+        inside = group_sum(near * models, clusters, len(s.steps)).div_(total)
+        return (far * models).sum(0) / far.sum().clamp_(min=tiny), inside
+
+    def exchange(self, fed: Federation, inside: Tensor) -> None:
+        """Meter what cluster heads and server exchange: a mean up and the common one down for each."""
+        fed.exchange("means", "cluster-server", down=inside, up=inside)
+
+    def begin(self, client: Client) -> None:
+        client.keep.model = client.initial_model()
+        client.keep.done = torch.zeros_like(client.size)
+
+    def share(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
+        client.keep.model = self.catch_up(client, steps, rate)
+        client.keep.done = steps
+        return client.keep.model
+
+    def catch_up(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
+        """Take the steps alone that came up since the last call."""
+        x, owed, pace = client.keep.model, steps - client.keep.done, self.lr * rate
+        common = int(owed.min())
+        for _ in range(common):
+            x = torch.addcmul(x, pace, client.grad(x), value=-1)
+        for k in range(common, int(owed.max())):
+            x = torch.where(k < owed, torch.addcmul(x, pace, client.grad(x), value=-1), x)
+            if not torch.where(k < owed, x.isfinite(), False).any():
+                break
+        return x
+
+    def pull_all(self, client: Client, common: Tensor, inside: Tensor, pulls: Tensor) -> None:
+        x, far, near = client.keep.model, pulls[..., :1], pulls[..., 1:]
+        client.keep.model = x - self.lr * (far * (x - common) + near * (x - inside))
+
+    def pull_inside(self, client: Client, inside: Tensor, pull: Tensor) -> None:
+        x = client.keep.model
+        client.keep.model = x - self.lr * pull * (x - inside)
+
+    def deploy(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
+        return self.catch_up(client, steps, rate)
+
+    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {}, self._pace(fed, s, None)
+
+    def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        counts = {"rounds_global": s.rounds_global, "rounds_within": s.rounds_within}
+        return {name: torch.tensor(float(value)) for name, value in counts.items()}
+
+    def measure(self, client: Client) -> dict[str, Tensor]:
+        return {"smoothness": client.smoothness(), "convexity": client.convexity()}
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        pulls = {"pull_all": (2 * d + 2, 0), "pull_inside": (d + 1, 0)}
+        return {"begin": (0, 0), "measure": (0, 2), "share": (2, d), **pulls}
+
+    def penalty(self, fed: Federation) -> Penalty:
+        """The objective's penalty on these clients."""
+        clusters = fed.known_clusters()
+        gamma: float | Tensor | tuple[float, ...] = self.gamma
+        if isinstance(gamma, tuple):
+            if len(gamma) != int(clusters.max()) + 1:
+                raise SettingError(
+                    f"{self.name}: gamma has {len(gamma)} numbers for {int(clusters.max()) + 1} clusters"
+                )
+            gamma = torch.tensor(gamma, dtype=torch.float64, device=clusters.device)[clusters]
+        if self.alpha is not None:
+            return Penalty.of(clusters, gamma, alpha=self.alpha)
+        return Penalty.of(clusters, gamma, lambda_=self.lambda_)
+
+    def chances(self, penalty: Penalty) -> Coins:
+        """The coins' probabilities, checked."""
+        if self.coins == "one":
+            return Coins.of(penalty, self.p0, 0.0)
+        return Coins.of(penalty, self.p0, self.p, self.tau)
+
+    def constants(self, fed: Federation) -> dict[str, float]:
+        """Largest smoothness and smallest convexity of the clients' losses."""
+        replies = fed.fresh(dropout=0.0).map(self.measure)
+        return {
+            "smoothness": float(replies["smoothness"].max()),
+            "convexity": float(replies["convexity"].min()),
+        }
+
+    def counts(self, fed: Federation, rounds: int, cluster: int = 0) -> dict[str, int]:
+        """Rounds of communication among the first `rounds`, raw and as the paper counts them, for one cluster."""
+        k = int(fed.known_clusters().max()) + 1
+        tossed = [self.toss(fed, t, k) for t in range(1, rounds + 1)]
+        everyone = torch.tensor([one for one, _ in tossed])
+        inside = torch.tensor([bool(some) and some[cluster] for _, some in tossed])
+        return count_rounds(everyone, inside)
+
+    def _pace(self, fed: Federation, s: State, to: Tensor | None) -> dict[str, Tensor]:
+        return {"steps": s.steps[_rows(fed.known_clusters(), to)], "rate": _rows(s.rate, to)}
+
+
+def _rows(values: Tensor, ids: Tensor | None) -> Tensor:
+    return values if ids is None else values[ids]
+
+
+def _next(s: State, **changes: Any) -> State:
+    return State(**{**s.fields(), **changes})

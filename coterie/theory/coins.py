@@ -1,0 +1,161 @@
+"""Coins of the asynchronous methods for known clusters: who communicates when, and the step sizes that follow.
+
+Lyu, Hanzely, Kolar (2022), sections 3 and 4. Numbers per cluster are [k, 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.errors import SettingError
+from coterie.theory.hierarchical import Penalty, column
+
+
+@dataclass(frozen=True)
+class Coins:
+    """With probability p0 all clusters talk; else cluster j talks inside with p_j; else clients step alone.
+
+    tau_j is the share of the pull to the cluster's centre that is applied when all talk.
+    """
+
+    p0: float
+    p: Tensor
+    tau: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        penalty: Penalty,
+        p0: float,
+        p: float | tuple[float, ...],
+        tau: float | tuple[float, ...] | None = None,
+    ) -> Coins:
+        """Checked against the penalty: no branch that is needed may have probability zero."""
+        k, alpha = len(penalty.alpha), penalty.alpha
+        inside = column("p", p, k, alpha.device)
+        if not 0 <= p0 < 1:
+            raise SettingError(f"p0 = {p0}; it must be below 1, or no client ever looks at its own data")
+        if not bool(((inside >= 0) & (inside < 1)).all()):
+            raise SettingError(f"p = {p}; it must lie in [0, 1), or clients never look at their own data")
+        if p0 == 0 and bool((alpha > 0).any()):
+            raise SettingError(
+                "p0 = 0, but clusters are tied to the common centre; choose p0 above 0, "
+                "or alpha = 0 (lambda_ = 0) for independent clusters"
+            )
+        share = balanced_share(p0, inside) if tau is None else column("tau", tau, k, alpha.device)
+        if not bool(((share >= 0) & (share <= 1)).all()):
+            raise SettingError(f"tau = {tau}; it must lie between 0 and 1")
+        never = (alpha < 1) & torch.where(share < 1, inside == 0, False)
+        if bool(never.any()):
+            raise SettingError(
+                f"cluster {int(never.flatten().nonzero()[0])} never talks inside (p = 0) but leaves part of its pull "
+                "to that (tau below 1); choose p above 0 or tau = 1"
+            )
+        if p0 == 0 and bool((share > 0).any()):
+            raise SettingError(
+                "p0 = 0, but tau leaves part of the pull to rounds of all clusters; choose tau = 0"
+            )
+        return cls(p0, inside, share)
+
+    @classmethod
+    def best(cls, penalty: Penalty, smoothness: float) -> Coins:
+        """The probabilities with the smallest expected smoothness, for losses of this smoothness."""
+        far, near = strengths(penalty)
+        if not smoothness > 0:
+            raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
+        if near > far:
+            p0 = 2 * far / (far + near + smoothness)
+            return cls.of(penalty, p0, (near - far) / (near - far + smoothness))
+        return cls.of(penalty, 2 * far / (2 * far + smoothness), 0.0)
+
+    @classmethod
+    def best_one(cls, penalty: Penalty, smoothness: float) -> Coins:
+        """The same with one coin for everybody: p_j = 0 and tau = 1."""
+        if not smoothness > 0:
+            raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
+        strongest = max(strengths(penalty))
+        return cls.of(penalty, 2 * strongest / (2 * strongest + smoothness), 0.0)
+
+    def far(self, penalty: Penalty) -> Tensor:
+        """Strength of the pull to the common centre when all talk, per client [n, 1]."""
+        return _divided(penalty.gamma * penalty.alpha[penalty.clusters], self.p0)
+
+    def near(self, penalty: Penalty) -> Tensor:
+        """Strength of the pull to the cluster's centre when all talk, per client [n, 1]."""
+        share = (self.tau * (1 - penalty.alpha))[penalty.clusters]
+        return _divided(penalty.gamma * share, self.p0)
+
+    def inside(self, penalty: Penalty) -> Tensor:
+        """Strength of the pull to the cluster's centre when that cluster talks, per client [n, 1]."""
+        share = ((1 - self.tau) * (1 - penalty.alpha))[penalty.clusters]
+        chance = ((1 - self.p0) * self.p)[penalty.clusters]
+        return penalty.gamma * torch.where(chance > 0, share / chance.where(chance > 0, 1.0), 0.0)
+
+    @property
+    def alone(self) -> Tensor:
+        """Factor of the loss's gradient in a step alone, [k, 1]."""
+        return 1 / ((1 - self.p0) * (1 - self.p))
+
+    def smoothness(self, penalty: Penalty, smoothness: float) -> float:
+        """Expected smoothness: the second moment of the oracle is at most 2 times this times F(u) - F(best)."""
+        strongest = penalty.gamma.new_zeros(len(penalty.alpha)).scatter_reduce_(
+            0, penalty.clusters, penalty.gamma.squeeze(-1), "amax"
+        )
+        rest = (1 - penalty.alpha).squeeze(-1) * strongest
+        chance = (self.p0 + 2 * (1 - self.p0) * self.p).squeeze(-1)
+        inside = torch.where(rest > 0, 2 * rest / chance.where(rest > 0, 1.0), 0.0)
+        far, _ = strengths(penalty)
+        together = 2 * far / self.p0 if far > 0 else 0.0
+        return max(together, float(inside.max()), smoothness * float(self.alone.max()))
+
+    def expected_counts(self, rounds: int) -> dict[str, float]:
+        """Communication in `rounds` rounds, for the first cluster; see `count_rounds` for the names."""
+        p0, p = self.p0, float(self.p[0])
+        return {
+            "global": p0 * rounds,
+            "global_starts": p0 * (1 - p0) * rounds,
+            "within": (1 - p0) * p * rounds,
+            "within_starts": (1 - p0) * p * (1 - p) * rounds,
+            "within_fresh": (1 - p0) ** 2 * p * (1 - p) * rounds,
+        }
+
+
+def balanced_share(p0: float, p: Tensor) -> Tensor:
+    """tau_j = p0 / (p0 + 2 (1 - p0) p_j): 1 where p_j = 0, 0 where p0 = 0."""
+    total = p0 + 2 * (1 - p0) * p
+    return torch.where(p == 0, 1.0 if p0 > 0 else 0.0, p0 / total.where(total > 0, 1.0))
+
+
+def strengths(penalty: Penalty) -> tuple[float, float]:
+    """C1 = max alpha_j gamma_i and C2 = max (1 - alpha_j) gamma_i."""
+    share = penalty.alpha[penalty.clusters]
+    return float((share * penalty.gamma).max()), float(((1 - share) * penalty.gamma).max())
+
+
+def count_rounds(everyone: Tensor, inside: Tensor) -> dict[str, int]:
+    """What "communication rounds" can mean, from the coins of all rounds: bool [T] each, one cluster.
+
+    global, within: raw rounds. *_starts: beginnings of runs (within: among the rounds that are not global),
+    what the paper counts. within_fresh: within rounds right after a step alone.
+    """
+    start = everyone & ~torch.cat([everyone.new_zeros(1), everyone[:-1]])
+    within = ~everyone & inside
+    kept = inside[~everyone]
+    runs = kept & ~torch.cat([kept.new_zeros(1), kept[:-1]])
+    alone = ~everyone & ~inside
+    fresh = within & torch.cat([alone.new_zeros(1), alone[:-1]])
+    found = {
+        "global": everyone,
+        "global_starts": start,
+        "within": within,
+        "within_starts": runs,
+        "within_fresh": fresh,
+    }
+    return {name: int(value.sum()) for name, value in found.items()}
+
+
+def _divided(strength: Tensor, chance: float) -> Tensor:
+    return strength / chance if chance > 0 else torch.zeros_like(strength)
