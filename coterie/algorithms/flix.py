@@ -151,7 +151,8 @@ class FLIX(Algorithm):
     def begin(self, client: Client) -> None:
         """Find the local model, from the common starting point."""
         first = client.initial_model()
-        own = first if self.alpha == 1.0 else self._solve(client, first)
+        needless = self.alpha == 1.0 and self.solver != "one-shot" and self.start_at != "average"
+        own = first if needless else self._solve(client, first)
         client.keep.own = torch.where(torch.isfinite(own).all(-1, keepdim=True), own, first)
         if self.solver == "diana":
             client.keep.h = torch.zeros_like(first)
