@@ -1,0 +1,155 @@
+"""Point clouds with known clusters on which threshold rules are judged, and the score they are judged by.
+
+A shape is drawn from the seed: how many clusters and how large (equal or not), how many dimensions, how the points
+of a cluster scatter (Gaussian, few long axes, heavy tails, a ball). E|x - mu|^2 = rho^2 = 1 in every cluster, and
+the two nearest cluster means are `ratio` apart, the others no nearer and mostly not much farther.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.federation.randomness import integers, key, normal, slots, uniform
+from coterie.theory.threshold import Auto, Fixed, Rule, Size, threshold_cluster
+
+if TYPE_CHECKING:
+    from coterie.runs.experiments import Experiment
+
+SIZES = ((12, 12, 12, 12), (15, 15, 15), (10, 10, 10, 10, 10), (6, 12, 18), (8, 16, 24), (6, 12, 18, 24))
+DIMENSIONS = (10, 50, 200)
+SCATTER = ("gaussian", "axes", "tails", "ball")
+PASSES = 60  # enough for the smallest ball to settle: (1 - 1/11)^60 < 0.01
+Method = Callable[["Cloud"], Tensor]
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points [N, d] with spread 1 and the true cluster of each."""
+
+    points: Tensor
+    truth: Tensor
+    means: Tensor
+    ratio: float
+
+    @property
+    def fractions(self) -> Tensor:
+        return torch.bincount(self.truth).double() / len(self.truth)
+
+    def score(self, centres: Tensor) -> float:
+        """mean_i |v_i - mu|^2 n_{k(i)} / rho^2 of one centre per point; 1 is the mean of the true cluster."""
+        error = ((centres - self.means[self.truth]) ** 2).sum(1)
+        return float((error * torch.bincount(self.truth)[self.truth]).mean())
+
+
+def draw_cloud(ratio: float, seed: int) -> Cloud:
+    """A cloud whose nearest clusters are `ratio` times their spread apart."""
+    which = integers(slots(key(seed, "shape"), 3), torch.tensor([len(SIZES), len(DIMENSIONS), len(SCATTER)]))
+    sizes, d, scatter = (
+        torch.tensor(SIZES[int(which[0])]),
+        DIMENSIONS[int(which[1])],
+        SCATTER[int(which[2])],
+    )
+    truth = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    means = _means(len(sizes), d, seed)
+    points = ratio * means[truth] + _scattered(len(truth), d, scatter, seed)
+    return Cloud(points, truth, ratio * means, ratio)
+
+
+def _means(count: int, d: int, seed: int) -> Tensor:
+    """The draw of 20 whose pairs are most nearly equally far apart, nearest pair at distance 1."""
+    best, evenness = None, 0.0
+    for attempt in range(20):
+        drawn = normal(slots(key(seed, "means", attempt, torch.arange(count)), d))
+        gaps = torch.pdist(drawn)
+        if best is None or float(gaps.min() / gaps.max()) > evenness:
+            best, evenness = drawn / gaps.min(), float(gaps.min() / gaps.max())
+    assert best is not None
+    return best
+
+
+def _scattered(count: int, d: int, scatter: str, seed: int) -> Tensor:
+    keys = key(seed, "scatter", torch.arange(count))
+    noise = normal(slots(keys, d))
+    if scatter == "axes":
+        noise = noise * 1.5 ** -torch.arange(d).double()
+        return noise / math.sqrt(float((2.25 ** -torch.arange(d).double()).sum()))
+    if scatter == "tails":  # Student's t with 5 degrees of freedom, one scale per point, variance 5/3
+        chi = (normal(slots(key(seed, "tails", torch.arange(count)), 5)) ** 2).sum(1, keepdim=True)
+        return noise * torch.sqrt(5.0 / chi) / math.sqrt(5 / 3 * d)
+    if scatter == "ball":
+        length = torch.linalg.vector_norm(noise, dim=1, keepdim=True)
+        radius = uniform(key(seed, "radius", torch.arange(count))).unsqueeze(1) ** (1 / d)
+        return noise / length * radius * math.sqrt((d + 2) / d)
+    return noise / math.sqrt(d)
+
+
+def own_point(make: Callable[[Cloud], Rule]) -> Method:
+    """Every point clusters around itself, as a client of the decentralised method does."""
+
+    def centres(cloud: Cloud) -> Tensor:
+        return threshold_cluster(cloud.points, starts=cloud.points, rule=make(cloud), rounds=PASSES).centres
+
+    return centres
+
+
+def server(name: str, factor: float = 1.0) -> Method:
+    """K centres from K-means++, every point given its nearest one; K is `factor` times the truth."""
+
+    def centres(cloud: Cloud) -> Tensor:
+        k = max(1, round(factor * len(cloud.means)))
+        found = threshold_cluster(cloud.points, k, rule=name, rounds=PASSES, tries=5)
+        return found.centres[found.membership]
+
+    return centres
+
+
+def auto(low: float, high: float | None) -> Method:
+    """AUTO between `low` times the smallest and `high` times the largest fraction (None: no upper bound)."""
+    return own_point(
+        lambda cloud: Auto(
+            low * float(cloud.fractions.min()), 1.0 if high is None else high * float(cloud.fractions.max())
+        )
+    )
+
+
+def _theory(cloud: Cloud) -> Rule:
+    """The theory's threshold at its start, c = rho; outside its conditions the recursion for c explodes."""
+    return Fixed(math.sqrt(2 * float(cloud.fractions.min()) * cloud.ratio))
+
+
+METHODS: dict[str, Method] = {
+    "auto[f/2,1.5F]": auto(0.5, 1.5),
+    "auto[f/4,2F]": auto(0.25, 2.0),
+    "auto[.5/K,1.5/K]": own_point(lambda cloud: Auto(0.5 / len(cloud.means), 1.5 / len(cloud.means))),
+    "auto[f/2,1]": auto(0.5, None),
+    "size(f)": own_point(lambda cloud: Size(float(cloud.fractions.min()))),
+    "size(2f)": own_point(lambda cloud: Size(min(1.0, 2 * float(cloud.fractions.min())))),
+    "theory": own_point(_theory),
+    "no sharing": lambda cloud: cloud.points,
+    "global mean": lambda cloud: cloud.points.mean(0).expand_as(cloud.points),
+    "server halfgap": server("halfgap"),
+    "server auto": server("auto"),
+    "server halfgap, 2K": server("halfgap", 2.0),
+    "server halfgap, K/2": server("halfgap", 0.5),
+}
+
+
+def scores(method: Method, ratio: float, seeds: Iterable[int]) -> float:
+    """Geometric mean of the score over data sets, one per seed."""
+    logs = [math.log(cloud.score(method(cloud))) for cloud in (draw_cloud(ratio, seed) for seed in seeds)]
+    return math.exp(sum(logs) / len(logs))
+
+
+def measure(experiment: Experiment, seed: int) -> dict[str, float]:
+    """For `coterie reproduce threshold/rules`: the score of a method at every ratio, `tries` data sets each."""
+    plan = experiment.plans[0]
+    count = plan.tries or 96
+    seeds = [seed * 100_000 + k for k in range(count)]
+    method = METHODS[plan.settings["method"]]
+    return {f"ratio {ratio:g}": scores(method, ratio, seeds) for ratio in plan.settings["ratios"]}
