@@ -175,9 +175,11 @@ class Federation:
         ids, each = self._drop(ids, each)
         if not self._all_begun and hasattr(algorithm, "begin"):
             if phase.__name__ == "begin":
-                self._mark_begun(ids)
-            elif self._state is not None:
-                self._welcome(algorithm, ids)
+                replies = self._call(algorithm, "begin", ids, shared, each, link)
+                self._mark_begun(replies.ids)
+                return replies
+            if self._state is not None:
+                ids, each = self._welcome(algorithm, ids, each)
         encoder = None if compress is None else compressor(compress)
         return self._call(algorithm, phase.__name__, ids, shared, each, link, encoder)
 
@@ -313,20 +315,27 @@ class Federation:
         here = randomness.uniform(keys) >= self.dropout
         return asked[here], {name: value[here] for name, value in each.items()}
 
-    def _welcome(self, algorithm: Any, ids: Tensor | None) -> None:
-        """Let clients that are visited for the first time begin, from the state of this round."""
-        assert self._state is not None
-        asked = self.everyone if ids is None else ids.unique()
-        new = asked[~self.begun[asked]]
-        if len(new):
-            self._mark_begun(new)
-            whole = None if len(new) == self.n else new
-            self._call(
-                algorithm, "begin", whole, arguments(algorithm.begin, self._state), {}, "client-server"
-            )
+    def _welcome(
+        self, algorithm: Any, ids: Tensor | None, each: dict[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Let clients that are visited for the first time begin, from the state of this round.
 
-    def _mark_begun(self, ids: Tensor | None) -> None:
-        self.begun[self.everyone if ids is None else ids] = True
+        A client whose `begin` gives NaN or infinity has nothing to go on from: it is left out of the call.
+        """
+        assert self._state is not None
+        asked = self.everyone if ids is None else ids
+        new = asked[~self.begun[asked]].unique()
+        if len(new):
+            whole = None if len(new) == self.n else new
+            sent = arguments(algorithm.begin, self._state)
+            self._mark_begun(self._call(algorithm, "begin", whole, sent, {}, "client-server").ids)
+        ready = self.begun[asked]
+        if ready.all():
+            return ids, each
+        return asked[ready], {name: value[ready] for name, value in each.items()}
+
+    def _mark_begun(self, ids: Tensor) -> None:
+        self.begun[ids] = True
         self._all_begun = bool(self.begun.all())
 
     def restore_begun(self, begun: Tensor) -> None:

@@ -38,3 +38,30 @@ def test_same_rows_again_and_curvature_of_a_row(loop, reduction):
         largest = 0.25 * (x**2).sum(1).max() + 0.1
         scale = len(x) if reduction == "sum" else 1
         assert abs(float(replies["rows"][i]) / (scale * largest) - 1) < 1e-9
+
+
+@dataclass(frozen=True)
+class Begins(Algorithm):
+    """Keeps a gradient from the start (2022)."""
+
+    def start(self, fed):
+        return State()
+
+    def begin(self, client):
+        client.keep.slope = client.full_grad(client.initial_model())
+
+    def look(self, client, tag):
+        return client.keep.slope + tag
+
+
+def test_a_client_that_cannot_begin_is_left_out_of_the_call():
+    """The others go on, also when rows are sent to each; later calls try it again."""
+    fed = Federation.from_arrays([x.astype(float) for x in XS], [x.sum(1) for x in XS], models.linear())
+    fed.runtime.train.y[0] = torch.nan
+    fed.enter_round(1, State())
+    tag = torch.tensor([[0.0], [10.0], [20.0]], dtype=torch.float64)
+    replies = fed.map(Begins().look, each={"tag": tag})
+    assert replies.ids.tolist() == [1, 2] and torch.isfinite(replies.values).all()
+    assert fed.begun.tolist() == [False, True, True]
+    assert fed.map(Begins().look, to=[2, 0], each={"tag": tag[:2]}).ids.tolist() == [2]
+    assert {(k, why) for _, k, why in fed.left_out} == {(0, "begin: not finite")}
