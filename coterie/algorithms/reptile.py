@@ -1,0 +1,50 @@
+"""Reptile: a shared model that moves towards where the clients go from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.state import State
+
+
+@dataclass(frozen=True)
+class Reptile(Algorithm):
+    """A starting point for fine-tuning by repeated small moves (Nichol, Achiam, Schulman 2018, arXiv:1803.02999).
+
+    y_i = x after `steps` of y <- y - lr grad f_i(y),   x <- x + meta_lr mean_i (y_i - x)
+    client i deploys x after `tuning_steps` of y <- y - lr grad f_i(y)
+
+    The batch version of the paper; clients are averaged alike. meta_lr = 1 is FedAvg with equal weights.
+    """
+
+    lr: float = setting(0.05, "step size at home", above=0, tune=(0.01, 0.03, 0.1, 0.3))
+    meta_lr: float = setting(0.5, "share of the way the shared model moves", above=0, tune=(0.25, 0.5, 1.0))
+    steps: int = setting(5, "local steps per round", low=1)
+    tuning_steps: int = setting(10, "steps at home when deployed", low=0, tune=(1, 5, 20))
+    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+
+    def start(self, fed: Federation) -> State:
+        return State(x=fed.initial_model())
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        r = fed.map(self.train, x=s.x, to=fed.sample(t, self.participation))
+        return State(x=s.x + self.meta_lr * (r.mean(uniform=True) - s.x))
+
+    def train(self, client: Client, x: Tensor) -> Tensor:
+        return self._adapted(client, x, self.steps)
+
+    def deploy(self, client: Client, x: Tensor) -> Tensor:
+        return self._adapted(client, x, self.tuning_steps)
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        return {"train": (d, d)}
+
+    def _adapted(self, client: Client, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = x - self.lr * client.grad(x)
+        return x
