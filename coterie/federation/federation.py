@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from coterie.errors import SettingError
 from coterie.federation import randomness
+from coterie.federation.byzantine import Attack, as_attacks, corrupt
 from coterie.federation.compressors import Compressor, compressor
-from coterie.federation.ledger import Entry, Ledger
+from coterie.federation.ledger import INSIDE, Entry, Ledger
 from coterie.federation.parcels import Parcel
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
@@ -43,6 +45,7 @@ class Federation:
         dropout: float = 0.0,
         table: Any = None,
         truth: Tensor | None = None,
+        byzantine: Mapping[Any, Attack | str] | None = None,
     ) -> None:
         if not 0.0 <= dropout < 1.0:
             raise SettingError(f"dropout is {dropout}; it must be at least 0 and below 1")
@@ -50,6 +53,7 @@ class Federation:
         self.names, self.clusters, self.dropout = list(names), clusters, dropout
         self.cluster_names = list(cluster_names) if cluster_names is not None else None
         self.table, self.truth = table, truth
+        self.byzantine = as_attacks(byzantine, self.names)
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -76,7 +80,7 @@ class Federation:
         """One array of inputs and one of targets per client; `split` is (train, validation, test).
 
         Further options: `loop` (clients one by one), `dropout` (share of clients away in a call), `truth`
-        ([n, d] true parameters of generated data).
+        ([n, d] true parameters of generated data), `byzantine` (clients that lie, and how).
         """
         from coterie.federation.build import from_arrays
 
@@ -107,7 +111,12 @@ class Federation:
 
         return load_table(source, client=client, target=target, **options)
 
-    def fresh(self, seed: int | None = None, dropout: float | None = None) -> Federation:
+    def fresh(
+        self,
+        seed: int | None = None,
+        dropout: float | None = None,
+        byzantine: Mapping[Any, Attack | str] | None = None,
+    ) -> Federation:
         """The same clients and rows with an empty ledger and nothing kept."""
         return Federation(
             self.runtime.fresh(seed),
@@ -122,6 +131,7 @@ class Federation:
             dropout=self.dropout if dropout is None else dropout,
             table=self.table,
             truth=self.truth,
+            byzantine=self.byzantine if byzantine is None else byzantine,
         )
 
     def known_clusters(self, method: str = "this method") -> Tensor:
@@ -162,7 +172,8 @@ class Federation:
         """Run a phase on clients and collect the answers.
 
         Keywords are sent to everyone visited, `each` sends row k to client `to[k]` (which may repeat).
-        Clients may drop out, and a client that answers NaN or infinity is left out and counted.
+        Clients may drop out, and a client that answers NaN or infinity is left out and counted. What crosses no
+        wire (`link=INSIDE`: a client of a decentralised method and its own part of the state) is not metered.
 
         With `compress`, such as "rand-7", every vector a phase returns is encoded by the client and decoded
         here, and the ledger counts the encoded floats and bytes; single numbers go as they are. A phase that
@@ -257,6 +268,8 @@ class Federation:
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1
         answer = self.runtime.run(call, visits) if len(asked) else Answer({})
+        if self.byzantine:
+            answer = self._lied(asked, answer)
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
         self._meter(kind, phase, link, shared, each, len(asked), answer.named, answer.parcels)
         named = answer.named
@@ -265,6 +278,16 @@ class Federation:
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
         return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+
+    def _lied(self, asked: Tensor, answer: Answer) -> Answer:
+        """The answers as they arrive when some clients lie."""
+        base = randomness.key(self.seed, "byzantine", self.round, self._calls)
+        named = corrupt(answer.named, asked, self.byzantine, base)
+        good = answer.good if answer.good is not None else torch.ones_like(asked, dtype=torch.bool)
+        for value in named.values():
+            if value.is_floating_point():
+                good = good & torch.isfinite(value).reshape(len(asked), -1).all(1)
+        return replace(answer, named=named, good=None if good.all() else good)
 
     def exchange(self, name: str, link: str, down: Tensor | None = None, up: Tensor | None = None) -> None:
         """Meter what the server exchanges with others that hold no data, such as cluster heads: a row for each."""
@@ -288,6 +311,8 @@ class Federation:
         named: dict[str, Tensor],
         parcels: dict[str, Parcel] | None = None,
     ) -> None:
+        if link == INSIDE:
+            return
         floats, size = payload(shared.values())
         own_floats, own_size = payload(each.values())
         floats, size = floats * visited + own_floats, size * visited + own_size

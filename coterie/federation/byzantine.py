@@ -1,0 +1,95 @@
+"""Simulated clients that lie: what they return from any phase is replaced before the server sees it.
+
+`Federation.from_arrays(..., byzantine={3: "sign-flip", "north": "nan"})` or `fed.fresh(byzantine=...)`. What a liar
+keeps for itself stays as it was; its lies are drawn by the hash and so the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import SettingError, nearest
+from coterie.federation import randomness
+
+STRENGTH = {"sign-flip": 1.0, "random": 10.0, "nan": 0.0, "large": 1e6, "shift": 1.5}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What a liar sends, x being the truth and mean and sd those of the honest answers, coordinate by coordinate.
+
+    sign-flip: -strength x; random: N(0, strength^2 rms^2); nan: NaN; large: strength x; shift: mean - strength sd,
+    the same from all of them, which stays inside the honest cloud (Baruch et al., NeurIPS 2019).
+    """
+
+    kind: str
+    strength: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in STRENGTH:
+            raise SettingError(f"no attack {self.kind!r}.{nearest(self.kind, STRENGTH)}")
+        if self.strength is None:
+            object.__setattr__(self, "strength", STRENGTH[self.kind])
+
+
+Attacks = Mapping[int, Attack]
+
+
+def as_attacks(given: Mapping[Any, Attack | str] | None, names: Sequence[str]) -> dict[int, Attack]:
+    """Attacks by client number, from numbers or names and from objects, names or `kind:strength`."""
+    found = {}
+    for client, attack in (given or {}).items():
+        if isinstance(client, str) and client not in names:
+            raise SettingError(f"byzantine: no client {client!r}.{nearest(client, names)}")
+        number = names.index(client) if isinstance(client, str) else int(client)
+        if not 0 <= number < len(names):
+            raise SettingError(f"byzantine: no client {number}; there are {len(names)}, counted from 0")
+        found[number] = _parsed(attack) if isinstance(attack, str) else attack
+    return found
+
+
+def corrupt(named: dict[str, Tensor], ids: Tensor, attacks: Attacks, base: Tensor) -> dict[str, Tensor]:
+    """The answers (a row per visit) with the rows of liars replaced; whole numbers are left alone."""
+    liars = torch.tensor([int(k) in attacks for k in ids.tolist()], device=ids.device)
+    if not liars.any():
+        return named
+    return {
+        name: _lie(value, ids, liars, attacks, randomness.key(base, name))
+        if value.is_floating_point()
+        else value
+        for name, value in named.items()
+    }
+
+
+def _lie(value: Tensor, ids: Tensor, liars: Tensor, attacks: Attacks, base: Tensor) -> Tensor:
+    flat = value.reshape(len(value), -1)
+    told, honest = flat.clone(), flat[~liars & torch.isfinite(flat).all(1)]
+    honest = honest if len(honest) else torch.zeros_like(flat[:1])
+    mean, spread = honest.mean(0), honest.std(0, correction=0)
+    rms = honest.square().mean().sqrt()
+    for row in liars.nonzero().squeeze(1).tolist():
+        attack = attacks[int(ids[row])]
+        strength = attack.strength or 0.0
+        if attack.kind == "nan":
+            told[row] = torch.nan
+        elif attack.kind == "shift":
+            told[row] = mean - strength * spread
+        elif attack.kind == "random":
+            keys = randomness.slots(randomness.key(base, row, int(ids[row])), flat.shape[1])
+            told[row] = strength * rms * randomness.normal(keys, flat.dtype)
+        else:
+            told[row] = flat[row] * (-strength if attack.kind == "sign-flip" else strength)
+    return told.view(value.shape)
+
+
+def _parsed(text: str) -> Attack:
+    kind, _, strength = text.partition(":")
+    try:
+        return Attack(kind, float(strength) if strength else None)
+    except ValueError:
+        raise SettingError(f"attack {text!r}: {strength!r} is not a number") from None
