@@ -208,7 +208,7 @@ def _tuned(fed: Federation, method: Algorithm, seed: int, rounds: int, budget: i
             watch=meter.watch(f"{method.name}, seed {seed}"),
         )
         loss = mean_over_clients(run.score("validation", "loss"))
-        if best is None or loss < lowest:
+        if best is None or loss < lowest or math.isnan(lowest):
             best, lowest = run, loss
     assert best is not None
     return Trial(method.name, seed, best, lowest, best.score_test()[main_metric(fed.model.task)])
