@@ -47,6 +47,7 @@ class Pair(nn.Linear):
             nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 3)),
             "track_running_stats=False",
         ),
+        (nn.LSTM(4, 3, 2, dropout=0.5), "LSTM draws random numbers"),
         (nn.TransformerEncoderLayer(4, 2, 8), "dropout probability to 0"),
         (nn.Sequential(nn.LazyLinear(3)), "has no sizes yet"),
         (nn.Linear(4, 3).requires_grad_(False), "nothing can be trained"),

@@ -223,7 +223,7 @@ def test_start_is_a_function_of_the_seed_alone() -> None:
 
 def test_an_instance_starts_from_its_own_parameters_and_stays_untouched() -> None:
     x, y = rows()
-    instance = small()
+    instance = small().eval()
     before = nn.utils.parameters_to_vector(instance.parameters()).detach().clone()
     model, w, weight = stack(models.network(instance), x, y)
     assert torch.equal(w[0], before.double()) and torch.equal(w[1], w[0])
@@ -231,7 +231,7 @@ def test_an_instance_starts_from_its_own_parameters_and_stays_untouched() -> Non
     model.grad(w, x, y, weight)
     assert torch.equal(model.initial(0, torch.float32), before)
     assert torch.equal(nn.utils.parameters_to_vector(instance.parameters()), before)
-    assert all(p.grad is None for p in instance.parameters())
+    assert all(p.grad is None for p in instance.parameters()) and not instance.training
 
 
 def test_inputs_are_never_written() -> None:
