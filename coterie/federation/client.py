@@ -16,6 +16,7 @@ from coterie.models.metrics import metrics
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch, Rows
+    from coterie.models.base import Model
     from coterie.runtime.shard import Shard
 
 
@@ -150,6 +151,15 @@ class Client:
 
         return self._over_rows(solve, x)
 
+    def hessian(self, x: Tensor) -> Tensor:
+        """Second derivative at x on all training rows, [..., d, d]; generalised linear models have one."""
+        statistics = self._shard.statistics(self._at)
+        if statistics is not None:
+            return statistics[0]
+        if not hasattr(self._shard.model, "hessian"):
+            raise SettingError("the Hessian of a network is not formed; use a method that needs gradients only")
+        return self._over_rows(self._shard.model.hessian, x)
+
     def smoothness(self) -> Tensor:
         """L, the largest curvature of this client's loss, [..., 1]."""
         return self._over_rows(self._shard.model.smoothness, self.initial_model())
@@ -172,6 +182,18 @@ class Client:
     def convexity(self) -> Tensor:
         """mu, the smallest curvature of this client's loss, [..., 1]."""
         return self._over_rows(self._shard.model.convexity, self.initial_model())
+
+    @property
+    def model(self) -> Model:
+        """The model that is trained, for phases that need more of it than losses and gradients."""
+        return self._shard.model
+
+    def over_rows(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """function(x, inputs, targets, weight) of all training rows, where rows of padding have weight 0.
+
+        What it gives for a client must not depend on the padding.
+        """
+        return self._over_rows(function, x)
 
     def uniform(self, purpose: str, count: int = 1) -> Tensor:
         """Private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""

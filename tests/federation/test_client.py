@@ -65,3 +65,23 @@ def test_a_client_that_cannot_begin_is_left_out_of_the_call():
     assert fed.begun.tolist() == [False, True, True]
     assert fed.map(Begins().look, to=[2, 0], each={"tag": tag[:2]}).ids.tolist() == [2]
     assert {(k, why) for _, k, why in fed.left_out} == {(0, "begin: not finite")}
+
+
+@dataclass(frozen=True)
+class Curves(Algorithm):
+    """Asks for second derivatives (2022)."""
+
+    def look(self, client):
+        return client.hessian(client.initial_model() + 0.3)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("model", [models.linear(l2=0.1), models.logistic(l2=0.1, reduction="sum")])
+def test_hessian_is_the_derivative_of_the_gradient(model, loop):
+    fed = Federation.from_arrays(XS, YS, model, loop=loop)
+    for i, matrix in enumerate(fed.map(Curves().look).values):
+        x, y = torch.from_numpy(XS[i]), torch.from_numpy(YS[i]).double()
+        weight = torch.full((len(y),), 1.0 if model.reduction == "sum" else 1 / len(y), dtype=torch.float64)
+        at = torch.full((3,), 0.3, dtype=torch.float64)
+        expected = torch.autograd.functional.jacobian(lambda w: fed.model.grad(w, x, y, weight), at)  # noqa: B023
+        torch.testing.assert_close(matrix, expected)
