@@ -16,7 +16,8 @@ from coterie.errors import DataError, SettingError
 from coterie.theory.hierarchical import centres, group_sum, lift, pseudo_solve, settle, times
 
 EFFECTS = ("same", "each", "intercept")
-_SMALLEST = 1e-9  # a variance below this share of its scale is called zero
+_SMALLEST = 1e-9  # variances are sought down to this share of their scale
+_INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,17 @@ class Sums:
     yy: Tensor
     rows: Tensor
     clusters: Tensor
+    count: int | None = None  # of clusters, where the last ones may have no client here
+
+    @property
+    def k(self) -> int:
+        """Number of clusters."""
+        return int(self.clusters.max()) + 1 if self.count is None else self.count
 
     def double(self) -> Sums:
         """In float64."""
         xx, xy, yy, rows = (part.double() for part in (self.xx, self.xy, self.yy, self.rows))
-        return Sums(xx, xy, yy, rows, self.clusters)
+        return Sums(xx, xy, yy, rows, self.clusters, self.count)
 
     @classmethod
     def of(cls, xs: list[Tensor], ys: list[Tensor], clusters: Tensor) -> Sums:
@@ -82,7 +89,7 @@ def moments(
 
     Their expectations are linear in the variances, whatever the ranks; negative solutions become zero.
     """
-    k, d = int(sums.clusters.max()) + 1, sums.xy.shape[-1]
+    k, d = sums.k, sums.xy.shape[-1]
     varies = pattern(effects, d) >= 0
     if effects == "each" and d > 1:
         raise SettingError("the method of moments knows one variance; use effects='same' or method='ml'")
@@ -121,7 +128,7 @@ def maximum_likelihood(
     """The variances with the largest (restricted) likelihood; `noise` is estimated unless given."""
     from scipy.optimize import minimize
 
-    k, d = int(sums.clusters.max()) + 1, sums.xy.shape[-1]
+    k, d = sums.k, sums.xy.shape[-1]
     groups = pattern(effects, d).to(sums.clusters.device)
     count, levels = int(groups.max()) + 1, k if per_cluster else 1
     sums = sums.double()
@@ -150,8 +157,12 @@ def maximum_likelihood(
         bounds=[(low, high)] * len(start),
         options={"ftol": 1e-13},
     )
-    logs = torch.tensor(found.x)
-    logs[1:] = torch.where(logs[1:] < math.log(_SMALLEST), -torch.inf, logs[1:])
+    logs, best = torch.tensor(found.x), float(found.fun)
+    for at in range(1, len(logs)):
+        without = logs.clone()
+        without[at] = -torch.inf
+        if float(deviance(sums, *unpack(without), restricted=restricted)) < best + _INDIFFERENT:
+            logs = without
     sigma, within, between = unpack(logs)
     return Components(float(sigma), within.clone(), between.clone())
 
@@ -167,7 +178,7 @@ def deviance(
         total = total + _log_determinant(a, spread).sum()
         h, g = lift(a, b, spread)
         q = q - (b * spread * g).sum(-1, keepdim=True)
-        count = int(clusters.max()) + 1
+        count = len(within) if clusters is sums.clusters else 1
         a, b, q = (group_sum(part, clusters, count) for part in (h, g, q))
         spread = between.expand(count, -1)
     a, b = a.squeeze(0), b.squeeze(0)

@@ -1,0 +1,261 @@
+"""Hierarchical models for known clusters: how far clients are pulled together is estimated from the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.errors import SettingError
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.replies import Replies
+from coterie.federation.state import State
+from coterie.theory.hierarchical import Penalty, centres, lift, settle, times
+from coterie.theory.variance_components import EFFECTS, Components, Sums, maximum_likelihood, moments
+
+CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
+LARGEST = 256  # parameters up to which clients send second derivatives
+ESTIMATED_ROUNDS = 8  # in which the variances of a loss that is not quadratic are estimated anew
+GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
+LAMBDAS = (0.1, 1.0, 10.0, 100.0)
+PAIRS = list(product(GAMMAS, LAMBDAS))
+
+
+@dataclass(frozen=True)
+class Hierarchical(Algorithm):
+    """Client, cluster and common parameters of a hierarchical model (Lyu, Hanzely, Kolar 2022, section 5).
+
+    min sum_i [n_i f_i(t_i)/sigma^2 + gamma/2 |t_i - w_j|^2] + sum_j lambda/2 |w_j - w|^2
+
+    gamma = 1/s_j^2 and lambda = 1/s0^2 are inverse variances between clients and between clusters, estimated from
+    sums over rows by maximum likelihood, or the pair with the lowest validation loss (`choose`). Least squares
+    ends at the exact minimiser in one round; logistic and softmax take Newton steps, with variances of the
+    quadratic model around the present one (Breslow and Clayton 1993); networks, and models with more than 256
+    parameters, take gradient steps with the pulls as given (tune them).
+    """
+
+    choose: str = setting("auto", "how gamma and lambda are found", options=CHOICES)
+    effects: str = setting("each", "variances: the same, one each, or of the intercept only", options=EFFECTS)
+    gamma: float = setting(1.0, "pull of a client to its cluster, where given", above=0, tune=GAMMAS)
+    lambda_: float = setting(1.0, "pull of a cluster to the common centre, where given", low=0, tune=LAMBDAS)
+    solver: str = setting("auto", "second derivatives or gradients", options=("auto", "newton", "gradient"))
+    lr: float = setting(0.1, "step size of the gradient solver", above=0, tune=(0.03, 0.1, 0.3))
+    steps: int = setting(5, "steps per round of the gradient solver", low=1)
+
+    def start(self, fed: Federation) -> State:
+        k, choice = int(fed.known_clusters().max()) + 1, self.choice(fed)
+        if choice == "validation" and not fed.has_rows("validation"):
+            raise SettingError(
+                "hierarchical: choose = 'validation' needs validation rows; give a split with some"
+            )
+        if choice != "given" and not self.newton(fed):
+            raise SettingError(
+                f"hierarchical: choose = {choice!r} needs second derivatives, which this model does not send; "
+                "use choose = 'given' and tune gamma and lambda_"
+            )
+        x = fed.initial_model()
+        spread = torch.zeros(k, fed.d, dtype=fed.dtype, device=fed.device)
+        return State(x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False)
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        if s.done:
+            return s
+        return self.newton_round(fed, s, t) if self.newton(fed) else self.gradient_round(fed, s)
+
+    def newton_round(self, fed: Federation, s: State, t: int) -> State:
+        """Clients send the quadratic around their model; block elimination gives the centres, clients follow."""
+        replies = fed.map(self.curve, link="client-cluster")
+        if not len(replies):
+            return s
+        sums, quadratic = self.sums(fed, replies), fed.model.has_statistics
+        found = Components(s.noise, s.within.double(), s.between.double())
+        if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not quadratic):
+            found = self.components(fed, sums)
+        a, b = sums.xx / found.noise, sums.xy / found.noise
+        spread = found.between.expand(found.within.shape)
+        middle, common = centres(*lift(a, b, found.within[sums.clusters]), sums.clusters, spread)
+        middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
+        fed.exchange("centres", "cluster-server", down=middle, up=torch.cat([a.flatten(1), b], 1))
+        clusters = fed.known_clusters()
+        each = {"centre": middle[clusters], "spread": within[clusters]}
+        placed = fed.map(self.place, each=each, noise=found.noise, link="client-cluster")
+        still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
+        settled = quadratic or (still and t > ESTIMATED_ROUNDS)
+        return State(
+            x=common.to(fed.dtype),
+            centres=middle,
+            within=within,
+            between=found.between.to(fed.dtype),
+            noise=found.noise,
+            done=settled and len(replies) == len(placed) == fed.n,
+        )
+
+    def gradient_round(self, fed: Federation, s: State) -> State:
+        """Clients take steps towards their cluster's centre; the centres are the best for their models."""
+        clusters = fed.known_clusters()
+        each = {"centre": s.centres[clusters]}
+        replies = fed.map(self.train, each=each, link="client-cluster")
+        if not len(replies):
+            return s
+        present, place = clusters[replies.ids].unique(return_inverse=True)
+        penalty = Penalty.of(place, self.gamma, lambda_=self.lambda_)
+        inside, common = penalty.means(replies.values.double())
+        middle = s.centres.clone()
+        middle[present] = (penalty.alpha * common + (1 - penalty.alpha) * inside).to(fed.dtype)
+        fed.exchange("centres", "cluster-server", down=middle, up=middle)
+        common = middle.mean(0) if self.lambda_ == 0 else common.to(fed.dtype)
+        return State(**{**s.fields(), "x": common, "centres": middle})
+
+    def components(self, fed: Federation, sums: Sums) -> Components:
+        """The variances, by the way chosen; for losses other than least squares the noise is one."""
+        choice, noise = self.choice(fed), None if fed.model.has_statistics else 1.0
+        if choice == "given":
+            return _isotropic(fed, self.gamma, self.lambda_)
+        if choice == "validation":
+            return self.validated(fed, sums)
+        if choice == "moments":
+            effects = "same" if self.effects == "each" else self.effects
+            return _rounded(moments(sums, effects, noise=noise))
+        restricted = choice == "reml"
+        return _rounded(maximum_likelihood(sums, self.effects, noise=noise, restricted=restricted))
+
+    def validated(self, fed: Federation, sums: Sums) -> Components:
+        """The pair of pulls with the lowest validation loss one step from here."""
+        pairs = [_isotropic(fed, gamma, lambda_) for gamma, lambda_ in PAIRS]
+        aims = []
+        for pair in pairs:
+            spread = pair.between.expand(pair.within.shape)
+            aims.append(
+                centres(*lift(sums.xx, sums.xy, pair.within[sums.clusters]), sums.clusters, spread)[0]
+            )
+        each = {"aims": torch.stack(aims, 1).to(fed.dtype)[fed.known_clusters()]}
+        replies = fed.map(self.judge, each=each, link="client-cluster")
+        rows = fed.rows["validation"][replies.ids].unsqueeze(-1) if fed.model.reduction == "mean" else 1.0
+        losses = (replies.values * rows).sum(0)
+        return pairs[int(losses.argmin())] if len(replies) else pairs[0]
+
+    def begin(self, client: Client, x: Tensor) -> None:
+        client.keep.model = x
+
+    def curve(self, client: Client) -> Tensor:
+        """1/2 t'At - b't + c around the client's model, summed over rows, as one vector (A, b, c)."""
+        a, b, c = _quadratic(client, client.keep.model, _weight(client))
+        return torch.cat([a.flatten(-2), b, c], -1)
+
+    def place(self, client: Client, centre: Tensor, spread: Tensor, noise: float) -> None:
+        """The client's model given its cluster's centre, by Newton steps that never raise its objective."""
+        weight = _weight(client) / noise
+        x = torch.where(spread > 0, client.keep.model, centre)
+        for _ in range(1 if client.model.has_statistics else 4):
+            a, b, _ = _quadratic(client, x, weight)
+            aim = settle(a, b, centre.double(), spread.double()).to(x.dtype)
+            x = aim if client.model.has_statistics else _downhill(client, x, aim, centre, spread, weight)
+        client.keep.model = x
+
+    def judge(self, client: Client, aims: Tensor) -> Tensor:
+        """Validation loss after one step towards each of the centres, [..., pairs]."""
+        a, b, _ = _quadratic(client, client.keep.model, _weight(client))
+        losses = []
+        for aim, (gamma, _) in zip(aims.unbind(-2), PAIRS, strict=True):
+            x = settle(a, b, aim.double(), torch.full_like(b[..., :1], 1 / gamma))
+            losses.append(client.loss(x.to(aim.dtype), "validation"))
+        return torch.cat(losses, -1)
+
+    def train(self, client: Client, centre: Tensor) -> Tensor:
+        """Gradient steps on the mean loss, implicit ones on the pull, which no step size can overshoot."""
+        x, scale = client.keep.model, _weight(client) / client.size
+        pace = self.lr * self.gamma / client.size
+        for _ in range(self.steps):
+            x = (x - self.lr * scale * client.grad(x) + pace * centre) / (1 + pace)
+        client.keep.model = x
+        return x
+
+    def deploy(self, client: Client) -> Tensor:
+        return client.keep.model
+
+    def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between}
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        newton = {"curve": (0, d * d + d + 1), "place": (2 * d + 1, 0), "judge": (len(PAIRS) * d, len(PAIRS))}
+        return {"begin": (d, 0), "train": (d, d), **newton}
+
+    def newton(self, fed: Federation) -> bool:
+        """Whether clients send second derivatives."""
+        able = hasattr(fed.model, "hessian")
+        if self.solver == "newton" and not able:
+            raise SettingError("hierarchical: this model has no second derivatives; use solver = 'gradient'")
+        return self.solver == "newton" or (self.solver == "auto" and able and fed.d <= LARGEST)
+
+    def choice(self, fed: Federation) -> str:
+        """How the pulls are found on this federation."""
+        if self.choose != "auto":
+            return self.choose
+        return "ml" if self.newton(fed) else "given"
+
+    def sums(self, fed: Federation, replies: Replies) -> Sums:
+        """What clients sent, as the sums of a linear model."""
+        d, values = fed.d, replies.values.double()
+        a, b, c = values[:, : d * d].unflatten(-1, (d, d)), values[:, d * d : -1], values[:, -1:]
+        known = fed.known_clusters()
+        clusters, count = known[replies.ids], int(known.max()) + 1
+        if fed.model.has_statistics:
+            return Sums(a, b, 2 * c, replies.weights.double(), clusters, count)
+        return Sums(a, b, torch.zeros_like(c), torch.zeros_like(c), clusters, count)
+
+
+def _weight(client: Client) -> Tensor | float:
+    """Factor that turns the model's loss into a sum over rows."""
+    return client.size if client.model.reduction == "mean" else 1.0
+
+
+def _quadratic(client: Client, x: Tensor, weight: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """A, b, c of the weighted loss around x, in float64."""
+    a = client.hessian(x).double()
+    slope, value = client.full_grad(x).double(), client.loss(x).double()
+    b = times(a, x.double()) - slope
+    c = value - (x.double() * (0.5 * times(a, x.double()) - b)).sum(-1, keepdim=True)
+    scale: Any = weight.double() if isinstance(weight, Tensor) else weight
+    return a * (scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale), b * scale, c * scale
+
+
+def _downhill(
+    client: Client, x: Tensor, aim: Tensor, centre: Tensor, spread: Tensor, weight: Tensor | float
+) -> Tensor:
+    """From x towards aim, halving the way until the client's objective does not rise."""
+
+    def objective(point: Tensor) -> Tensor:
+        away = torch.where(spread > 0, (point - centre).square() / spread.where(spread > 0, 1.0), 0.0)
+        return weight * client.loss(point) + 0.5 * away.sum(-1, keepdim=True)
+
+    before, share = objective(x), torch.ones_like(x[..., :1])
+    for _ in range(8):
+        worse = objective(x + share * (aim - x)) > before + 1e-12 * before.abs()
+        if not worse.any():
+            break
+        share = torch.where(worse, 0.5 * share, share)
+    return x + share * (aim - x)
+
+
+def _isotropic(fed: Federation, gamma: float, lambda_: float) -> Components:
+    """The variances that two pulls stand for."""
+    k = int(fed.known_clusters().max()) + 1
+    within = torch.full((k, fed.d), 1 / gamma, dtype=torch.float64, device=fed.device)
+    between = torch.full_like(within[0], 1 / lambda_ if lambda_ > 0 else torch.inf)
+    return Components(1.0, within, between)
+
+
+def _rounded(found: Components) -> Components:
+    """To four digits: all that data can tell, and the same on machines whose last bits differ."""
+
+    def digits(value: Tensor) -> Tensor:
+        step = 10.0 ** (value.clamp(min=1e-300).log10().floor() - 3)
+        return torch.where(value > 0, (value / step).round() * step, 0.0)
+
+    noise = float(digits(torch.tensor(found.noise, dtype=torch.float64)))
+    return Components(noise, digits(found.within), digits(found.between))

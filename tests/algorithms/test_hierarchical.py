@@ -1,0 +1,194 @@
+"""The hierarchical method: exact for least squares, Newton and gradients at the same point, pulls from the data."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from coterie import Federation, fit, models
+from coterie.algorithms import hierarchical, make
+from coterie.errors import SettingError
+from coterie.theory import hierarchical as exact
+from coterie.theory.hierarchical import Penalty
+from coterie.theory.variance_components import Sums, maximum_likelihood
+
+CLUSTERS = [0, 0, 0, 1, 1, 1, 2, 2, 3]
+N, K, D = len(CLUSTERS), 4, 3
+RNG = np.random.default_rng(6)
+SIZES = (4, 9, 30, 12, 6, 20, 15, 8, 11)
+XS = [RNG.normal(size=(m, D)) for m in SIZES]
+TRUTH = RNG.normal(size=(K, D))[CLUSTERS] + 0.5 * RNG.normal(size=(N, D))
+SCORES = [x @ t for x, t in zip(XS, TRUTH, strict=True)]
+TARGETS = {
+    "linear": [z + 0.5 * RNG.normal(size=len(z)) for z in SCORES],
+    "logistic": [(z + RNG.logistic(size=len(z)) > 0).astype(int) for z in SCORES],
+    "softmax": [np.digitize(z + RNG.logistic(size=len(z)), [-1, 1]) for z in SCORES],
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: a second thread costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def world(kind="linear", model=None, **options):
+    made = model or getattr(models, kind)(reduction="sum", l2=0.0 if kind == "linear" else 0.01)
+    return Federation.from_arrays(XS, TARGETS[kind], made, **{"clusters": CLUSTERS, **options})
+
+
+def sums_of(xs=XS, kind="linear"):
+    xs = [torch.from_numpy(x) for x in xs]
+    return Sums.of(xs, [torch.from_numpy(y) for y in TARGETS[kind]], torch.tensor(CLUSTERS))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_least_squares_is_exact_in_one_round(reduction):
+    """For given pulls the block elimination, whatever the model's reduction; later rounds ask nobody."""
+    fed = world(model=models.linear(reduction=reduction))
+    run = fit(fed, make("hierarchical", choose="given", gamma=0.7, lambda_=2.0), rounds=5)
+    sums = sums_of()
+    best = exact.minimiser(sums.xx, sums.xy, Penalty.of(torch.tensor(CLUSTERS), 0.7, lambda_=2.0))
+    assert (run.personal - best.models).abs().max() < 1e-10
+    assert (run.state.centres - best.centres).abs().max() < 1e-10
+    assert (run.common() - best.common).abs().max() < 1e-10
+    assert run.fed.ledger.total("messages_up", phase="curve") == N and run.state.done
+
+
+@pytest.mark.parametrize("effects", ["same", "each"])
+def test_nothing_to_set(effects):
+    """Variances by maximum likelihood, then the best linear predictors."""
+    run = fit(world(), make("hierarchical", effects=effects), rounds=1)
+    found = maximum_likelihood(sums_of(), effects)
+    assert abs(run.state.noise / found.noise - 1) < 1e-3
+    assert (run.personal - found.models(sums_of())).abs().max() < 2e-3
+    alone = exact.local_least_squares(sums_of().xx, sums_of().xy)
+    truth = torch.from_numpy(TRUTH)
+    assert (run.personal - truth).square().mean() < (alone - truth).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["logistic", "softmax"])
+def test_newton_and_gradients_end_at_the_minimiser(kind):
+    """Both have the gradient of the objective at zero, checked by automatic differentiation on the rows."""
+    fed = world(kind)
+    settings = {"choose": "given", "gamma": 0.8, "lambda_": 1.5}
+    newton = fit(fed, make("hierarchical", **settings), rounds=30)
+    assert newton.state.done
+    penalty = Penalty.of(torch.tensor(CLUSTERS), 0.8, lambda_=1.5)
+    for i, w in enumerate(newton.personal):
+        x, y = torch.from_numpy(XS[i]), torch.from_numpy(TARGETS[kind][i])
+        slope = (
+            fed.model.grad(w, x, y, torch.ones(len(y), dtype=torch.float64))
+            + penalty.grad(newton.personal)[i]
+        )
+        assert slope.abs().max() < 1e-7
+    descent = fit(
+        fed, make("hierarchical", **settings, solver="gradient", lr=0.4, steps=10, batch=0), rounds=300
+    )
+    assert (newton.personal - descent.personal).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["logistic", "softmax"])
+def test_pulls_for_classes_are_estimated(kind):
+    """Between training alone and one model for all in the pull, and no worse than either on held-out rows."""
+    rng = np.random.default_rng(1)
+    n, k, d = 36, 6, 3
+    clusters = np.arange(n) % k
+    truth = 1.5 * rng.normal(size=(k, d))[clusters] + 0.4 * rng.normal(size=(n, d))
+    xs = [rng.normal(size=(50, d)) for _ in range(n)]
+    noisy = [x @ t + rng.logistic(size=50) for x, t in zip(xs, truth, strict=True)]
+    ys = [(z > 0).astype(int) if kind == "logistic" else np.digitize(z, [-1, 1]) for z in noisy]
+    fed = Federation.from_arrays(
+        xs, ys, getattr(models, kind)(l2=1e-3), clusters=clusters, split=(0.4, 0.2, 0.4)
+    )
+    scores = {}
+    for name, settings in (
+        ("ml", {"effects": "same"}),
+        ("each", {}),
+        ("validation", {"choose": "validation"}),
+        ("moments", {"choose": "moments"}),
+        ("alone", {"choose": "given", "gamma": 1e-3}),
+        ("one", {"choose": "given", "gamma": 1e5, "lambda_": 1e5}),
+    ):
+        run = fit(fed, make("hierarchical", **settings), rounds=12, evaluate_every=0)
+        scores[name] = float(run.score("test", "loss").nanmean())
+    for name in ("ml", "each", "validation", "moments"):
+        assert scores[name] < min(scores["alone"], scores["one"]), scores
+
+
+def test_validation_takes_the_best_pair():
+    fed = world(split=(0.6, 0.3, 0.1))
+    run = fit(fed, make("hierarchical", choose="validation"), rounds=1)
+    losses = {}
+    for gamma, lambda_ in hierarchical.PAIRS:
+        one = fit(fed, make("hierarchical", choose="given", gamma=gamma, lambda_=lambda_), rounds=1)
+        mean = one.score("validation", "loss").nan_to_num()
+        losses[gamma, lambda_] = float((mean * fed.rows["validation"]).sum())
+    gamma, lambda_ = min(losses, key=losses.get)
+    assert float(run.state.within[0, 0]) == 1 / gamma and float(run.state.between[0]) == 1 / lambda_
+
+
+def test_any_module():
+    """A module with the shape of linear regression takes the steps of linear regression; a network learns."""
+    settings = {"choose": "given", "gamma": 0.8, "lambda_": 1.5, "solver": "gradient", "batch": 0, "lr": 0.3}
+
+    def loss(output, y):
+        return 0.5 * (output.squeeze(-1) - y).square()
+
+    def zero():
+        layer = nn.Linear(D, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        return layer
+
+    net = world(model=models.network(zero, loss=loss, stacked=True), dtype=torch.float64)
+    flat = fit(world(model=models.linear()), make("hierarchical", **settings), rounds=30, evaluate_every=0)
+    deep = fit(net, make("hierarchical", **settings), rounds=30, evaluate_every=0)
+    assert (flat.personal - deep.personal).abs().max() < 1e-10
+    layers = models.network(lambda: nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)), stacked=True)
+    run = fit(world("softmax", layers), make("hierarchical", lr=0.2), rounds=40)
+    _, values = run.history.curve("train", "loss")
+    assert values[-1] < 0.8 * values[0]
+
+
+def test_limits():
+    """lambda = 0 leaves the clusters independent; a cluster of one client is drawn to the common centre only."""
+    sums = sums_of()
+    run = fit(world(), make("hierarchical", choose="given", gamma=0.7, lambda_=0.0), rounds=1)
+    best = exact.minimiser(sums.xx, sums.xy, Penalty.of(torch.tensor(CLUSTERS), 0.7, alpha=0.0))
+    assert (run.personal - best.models).abs().max() < 1e-9
+    descent = fit(
+        world(), make("hierarchical", choose="given", lambda_=0.0, solver="gradient", batch=0), rounds=20
+    )
+    assert torch.isfinite(descent.personal).all() and torch.isfinite(descent.common()).all()
+    alone = fit(world(clusters=list(range(N))), make("hierarchical"), rounds=1)
+    assert torch.isfinite(alone.personal).all()
+    one = fit(world(clusters=[0] * N), make("hierarchical"), rounds=1)
+    assert torch.isfinite(one.personal).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"gamma": -1.0}, "gamma"),
+        ({"gamma": 0.0}, "gamma"),
+        ({"lambda_": -1.0}, "lambda_"),
+        ({"choose": "validation"}, "validation rows"),
+        ({"choose": "guess"}, "choose"),
+        ({"effects": "slopes"}, "effects"),
+        ({"solver": "gradient", "choose": "ml"}, "second derivatives"),
+    ],
+)
+def test_bad_settings(settings, match):
+    with pytest.raises(SettingError, match=match):
+        fit(world(), make("hierarchical", **settings), rounds=1)
+
+
+def test_networks_and_clients_without_clusters_are_refused_with_a_remedy():
+    layers = models.network(lambda: nn.Linear(D, 1))
+    with pytest.raises(SettingError, match="solver = 'gradient'"):
+        fit(world(model=layers), make("hierarchical", solver="newton"), rounds=1)
+    with pytest.raises(SettingError, match="known clusters"):
+        fit(world(clusters=None), make("hierarchical"), rounds=1)
