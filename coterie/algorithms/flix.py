@@ -149,10 +149,13 @@ class FLIX(Algorithm):
         return self._step(fed, s, g, t)
 
     def begin(self, client: Client) -> None:
-        """Find the local model, from the common starting point."""
+        """Find the local model, from the common starting point, unless the client has one already."""
         first = client.initial_model()
         needless = self.alpha == 1.0 and self.solver != "one-shot" and self.start_at != "average"
-        own = first if needless else self._solve(client, first)
+        if "own" in client.keep:
+            own = client.keep.own
+        else:
+            own = first if needless else self._solve(client, first)
         client.keep.own = torch.where(torch.isfinite(own).all(-1, keepdim=True), own, first)
         if self.solver == "diana":
             client.keep.h = torch.zeros_like(first)
