@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the tests run side by side, and a second thread beside other work only waits
 
 
 @dataclass(frozen=True)

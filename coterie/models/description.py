@@ -25,3 +25,14 @@ def from_description(description: dict[str, Any]) -> Model:
         return kinds[name](**settings)
     except TypeError as problem:
         raise SettingError(f"The description of model {name!r} does not fit: {problem}") from problem
+
+
+CUSTOM = "custom"
+
+
+def description(model: Model) -> dict[str, Any]:
+    """What can be written down of a model; a module of the user's own is only known to be one."""
+    try:
+        return model.describe()
+    except SettingError:
+        return {"model": CUSTOM}

@@ -15,6 +15,7 @@ import coterie
 from coterie.algorithms import Algorithm, make
 from coterie.errors import RunError
 from coterie.federation.federation import Federation
+from coterie.models.description import CUSTOM, description
 from coterie.runs import files
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class RunFolder:
             },
         }
         if fed.table is not None:
-            config["data"] = {**fed.table.options, "model": json.dumps(fed.model.describe())}
+            config["data"] = {**fed.table.options, "model": json.dumps(description(fed.model))}
         files.write_json(path / "environment.json", environment(fed))
         files.write_toml(path / "config.toml", config)
         return folder
@@ -107,11 +108,16 @@ class RunFolder:
             raise RunError(
                 f"{self.path} was not made from a table, so its data must be given again: coterie.resume(path, fed)"
             )
+        model = json.loads(data["model"])
+        if model["model"] == CUSTOM:
+            raise RunError(
+                f"{self.path} trains a module of your own: go on from Python with coterie.resume(path, fed)"
+            )
         options = {name: value for name, value in data.items() if name != "model"}
         settings = self.config["federation"]
         return load_table(
             **options,
-            model=from_description(json.loads(data["model"])),
+            model=from_description(model),
             seed=settings["seed"],
             dropout=settings["dropout"],
         )

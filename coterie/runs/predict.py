@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie.data.preprocess import Preprocessor
 from coterie.errors import DataError, RunError, nearest
 from coterie.models.base import Model
+from coterie.models.description import CUSTOM, description
 from coterie.runs import files
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ def save_models(folder: Path, run: Run) -> None:
     """models.safetensors (personal [n, d], common [d]) and model.json (what the numbers mean)."""
     files.write_tensors(folder / "models.safetensors", {"personal": run.personal, "common": run.common()})
     table = run.fed.table
-    try:
-        description = run.fed.model.describe()
-    except Exception as problem:  # a user's own module: the numbers are saved, the code is not ours to save
-        description = {"model": "custom", "why": str(problem)}
     files.write_json(
         folder / "model.json",
         {
@@ -37,7 +34,7 @@ def save_models(folder: Path, run: Run) -> None:
             "sha256": files.sha256(folder / "models.safetensors"),
             "clients": run.fed.names,
             "client_column": table.options["client"] if table is not None else None,
-            "model": description,
+            "model": description(run.fed.model),
             "preprocessor": table.preprocessor.to_json() if table is not None else None,
         },
     )
@@ -81,14 +78,17 @@ class Predictor:
         if note["preprocessor"] is None:
             raise RunError(f"{folder} was not made from a table, so a table cannot be encoded for it")
         tensors, _ = files.read_tensors(path / "models.safetensors", note["sha256"])
-        return cls(
-            model or from_description(note["model"]),
-            tensors["personal"],
-            tensors["common"],
-            note["clients"],
-            note["client_column"],
-            Preprocessor.from_json(note["preprocessor"]),
-        )
+        preprocessor = Preprocessor.from_json(note["preprocessor"])
+        if model is not None:
+            model = _fitted(model, preprocessor)
+        elif note["model"]["model"] == CUSTOM:
+            raise RunError(
+                f"{folder} holds a module of your own: load it with Predictor.load(folder, model=...)"
+            )
+        else:
+            model = from_description(note["model"])
+        clients, column = note["clients"], note["client_column"]
+        return cls(model, tensors["personal"], tensors["common"], clients, column, preprocessor)
 
     def __call__(self, table: Any) -> polars.DataFrame:
         """The client column, `prediction`, class probabilities where there are classes, and `warning`."""
@@ -136,6 +136,13 @@ class Predictor:
         for k, name in enumerate(self.preprocessor.spec.classes):
             columns[f"probability_{name}"] = probabilities[:, k].numpy()
         return columns
+
+
+def _fitted(model: Model, preprocessor: Preprocessor) -> Model:
+    """A model given anew, told the shapes of the table it was trained on."""
+    classes = len(preprocessor.spec.classes)
+    x = torch.zeros(max(2, classes), len(preprocessor.feature_names))
+    return model.fit_to(x, torch.arange(classes) if classes else torch.zeros(len(x)))
 
 
 def _name(table: Any) -> str:

@@ -128,3 +128,22 @@ def test_a_network_that_chose_by_measuring_repeats_its_choice_when_resumed(tmp_p
     again.model.decisions.update(opposite)
     resume(tmp_path / "run", again)
     assert {key: again.model.decisions[key] for key in note["decisions"]} == note["decisions"]
+
+
+def test_a_module_of_the_user_is_saved_and_predicts_when_given_again(tmp_path, write_table):
+    from coterie.runs.predict import Predictor
+
+    table = write_table(tmp_path / "t.csv", "binary")
+    width = Federation.from_table(table, client="site", target="y").d - 1
+
+    def own() -> models.Model:
+        return models.network(lambda: torch.nn.Sequential(torch.nn.Linear(width, 4), torch.nn.Linear(4, 2)))
+
+    fed = Federation.from_table(table, client="site", target="y", model=own())
+    run = fit(fed, make("fedavg", batch=8), 2, tmp_path / "run")
+    expected = run.predict(table)
+    with pytest.raises(RunError, match="module of your own"):
+        Predictor.load(tmp_path / "run")
+    with pytest.raises(RunError, match="module of your own"):
+        resume(tmp_path / "run")
+    assert Predictor.load(tmp_path / "run", model=own())(table).equals(expected)
