@@ -28,6 +28,7 @@ __all__ = [
     "Theory",
     "byzantine_price",
     "estimate_clusters",
+    "group_weights",
     "make_rule",
     "seed_weights",
     "threshold_cluster",
@@ -123,22 +124,28 @@ def threshold_cluster(
     )
 
 
-def seed_weights(points: Tensor, k: int, *, lloyd: int = 5, tries: int = 1, seed: int = 0) -> Tensor:
-    """Starting centres as weights [k, N] of the points: K-means++ (scikit-learn's), then steps of K-means."""
-    from sklearn.cluster import kmeans_plusplus
+def seed_weights(
+    points: Tensor, k: int, *, lloyd: int = 5, tries: int = 1, far: float | None = None, seed: int = 0
+) -> Tensor:
+    """Starting centres as weights [k, N] of the points: K-means++ (scikit-learn's), then steps of K-means.
 
+    With `far`, points farther from the coordinate-wise median than so many times the median of that distance
+    are not used: K-means++ would otherwise spend its centres on them.
+    """
     points = points.detach().double()
     if not 1 <= k <= len(points):
         raise SettingError(f"k = {k} centres cannot be drawn from {len(points)} points; give 1 <= k <= N")
+    if far is not None:
+        length = torch.linalg.vector_norm(points - points.median(0).values, dim=1)
+        near = length <= far * length.median()
+        if k <= int(near.sum()) < len(points):
+            weights = points.new_zeros(k, len(points))
+            weights[:, near] = seed_weights(points[near], k, lloyd=lloyd, tries=tries, seed=seed)
+            return weights
     squares = (points * points).sum(1)
-    array = points.cpu().numpy()
     best, lowest = None, float("inf")
     for attempt in range(tries):
-        draw = int(randomness.key(seed, "k-means++", attempt)) & 0x7FFFFFFF
-        with _few_threads(array.size):
-            _, chosen = kmeans_plusplus(array, k, random_state=draw)
-        weights = torch.zeros(k, len(points), dtype=points.dtype, device=points.device)
-        weights[torch.arange(k), torch.as_tensor(chosen, dtype=torch.long)] = 1.0
+        weights = _drawn(points, k, int(randomness.key(seed, "k-means++", attempt)) & 0x7FFFFFFF)
         for _ in range(lloyd):
             weights = _lloyd(weights, points, squares)
         inertia = float(_squared_distances(weights @ points, points, squares).min(0).values.sum())
@@ -146,6 +153,35 @@ def seed_weights(points: Tensor, k: int, *, lloyd: int = 5, tries: int = 1, seed
             best, lowest = weights, inertia
     assert best is not None
     return best
+
+
+def _drawn(points: Tensor, k: int, draw: int) -> Tensor:
+    """k different rows of the points by D^2 sampling, as weights."""
+    from sklearn.cluster import kmeans_plusplus
+
+    with _few_threads(points.numel()):
+        _, chosen = kmeans_plusplus(points.cpu().numpy(), k, random_state=draw)
+    weights = points.new_zeros(k, len(points))
+    weights[torch.arange(k), torch.as_tensor(chosen, dtype=torch.long)] = 1.0
+    return weights
+
+
+def group_weights(points: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Starting centres [k, N] from groups found before: the mean of the half nearest to the group's median.
+
+    Fewer than half of a group cannot drag it away. A group without points starts at the mean of all.
+    """
+    weights = points.new_full((k, len(points)), 1.0 / len(points), dtype=torch.float64)
+    for group in labels.unique().tolist():
+        members = (labels == group).nonzero().squeeze(1)
+        if not 0 <= group < k:
+            continue
+        own = points[members].double()
+        length = torch.linalg.vector_norm(own - own.median(0).values, dim=1)
+        near = members[length.argsort(stable=True)[: (len(members) + 1) // 2]]
+        weights[group] = 0.0
+        weights[group, near] = 1.0 / len(near)
+    return weights
 
 
 def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:

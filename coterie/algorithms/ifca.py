@@ -1,0 +1,131 @@
+"""IFCA: several models, every client trains the one that fits it best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.errors import NobodyAnswered
+from coterie.federation import randomness
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.replies import Replies
+from coterie.federation.state import State
+from coterie.theory.cluster_quality import cluster_quality
+
+
+@dataclass(frozen=True)
+class Ifca(Algorithm):
+    """Iterative federated clustering (Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, arXiv:2006.04088).
+
+    client i:  k(i) = argmin_k f_i(theta_k) on all its rows
+    average="gradient":  theta_k <- theta_k - (lr/N) sum_{k(i)=k} g_i(theta_k), N the clients that answered
+        (divide="all", the original's) or those in k (divide="cluster")
+    average="model":  theta_k <- mean of the models of k(i)=k after `steps` SGD steps; an unused model stays
+
+    It collapses from bad starts: with restarts > 1 that many sets of models are trained for `trial` rounds and the
+    set with the lowest mean of min_k f_i goes on. More models than clients is allowed; the surplus is never chosen.
+    """
+
+    lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
+    clusters: int = setting(2, "number of models", low=1)
+    average: str = setting("model", "what is averaged", options=("model", "gradient"))
+    divide: str = setting("all", "what a sum of gradients is divided by", options=("all", "cluster"))
+    steps: int = setting(5, "local steps per round (average=model)", low=1)
+    restarts: int = setting(1, "sets of starting models", low=1)
+    trial: int = setting(10, "rounds after which the best set goes on", low=1)
+    spread: float = setting(0.1, "standard deviation of what is added to each starting model", low=0)
+    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+
+    def start(self, fed: Federation) -> State:
+        number = torch.arange(self.restarts * self.clusters, device=fed.device)
+        noise = randomness.normal(
+            randomness.slots(randomness.key(fed.seed, "ifca", number), fed.d), fed.dtype
+        )
+        first = torch.stack([self._initial(fed, k) for k in range(len(number))])
+        models = (first + self.spread * noise).view(self.restarts, self.clusters, fed.d)
+        labels = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+        return State(models=models if self.restarts > 1 else models[0], labels=labels, tried=0)
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        ids = fed.sample(t, self.participation)
+        r = fed.map(self.train if s.models.dim() == 2 else self.explore, models=s.models, to=ids)
+        if len(r) == 0:
+            raise NobodyAnswered("no client answered, so no model was trained")
+        if s.models.dim() == 2:
+            models, labels = self._averaged(s.models, s.labels, r, r["update"], r["choice"])
+            return State(models=models, labels=labels, tried=s.tried)
+        sets = [
+            self._averaged(s.models[k], s.labels, r, r["update"][:, k], r["choice"][:, k : k + 1])
+            for k in range(self.restarts)
+        ]
+        if s.tried + 1 < self.trial:
+            return State(models=torch.stack([m for m, _ in sets]), labels=sets[0][1], tried=s.tried + 1)
+        best, labels = sets[int(r.mean("loss").argmin())]
+        return State(models=best, labels=labels, tried=s.tried + 1)
+
+    def train(self, client: Client, models: Tensor) -> dict[str, Tensor]:
+        x, choice, _ = self._chosen(client, models)
+        return {"update": self._update(client, x), "choice": choice}
+
+    def explore(self, client: Client, models: Tensor) -> dict[str, Tensor]:
+        """One answer for each set of models."""
+        chosen = [self._chosen(client, models[..., k, :, :]) for k in range(self.restarts)]
+        return {
+            "update": torch.stack([self._update(client, x) for x, _, _ in chosen], -2),
+            "choice": torch.cat([choice for _, choice, _ in chosen], -1),
+            "loss": torch.cat([loss for _, _, loss in chosen], -1),
+        }
+
+    def deploy(self, client: Client, models: Tensor) -> Tensor:
+        return self._chosen(client, models if models.dim() < len(client.lead) + 3 else models[..., 0, :, :])[
+            0
+        ]
+
+    def common(self, fed: Federation, s: State) -> Tensor:
+        return s.models.reshape(-1, fed.d)[: self.clusters].mean(0)
+
+    def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        return cluster_quality(s.labels, fed.clusters)
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        sets = self.restarts
+        return {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
+
+    def _initial(self, fed: Federation, k: int) -> Tensor:
+        seed = int(randomness.key(fed.seed, "ifca start", k)) & 0x7FFFFFFF
+        return fed.model.initial(seed, fed.dtype, fed.device)
+
+    def _chosen(self, client: Client, models: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The model that fits best, its number and its loss."""
+        losses = torch.cat([client.loss(models[..., k, :]) for k in range(models.shape[-2])], -1)
+        loss, choice = losses.min(-1, keepdim=True)
+        place = choice.unsqueeze(-1).expand(*models.shape[:-2], 1, models.shape[-1])
+        return models.gather(-2, place).squeeze(-2), choice.to(losses.dtype), loss
+
+    def _update(self, client: Client, x: Tensor) -> Tensor:
+        if self.average == "gradient":
+            return client.grad(x)
+        for _ in range(self.steps):
+            x = x - self.lr * client.grad(x)
+        return x
+
+    def _averaged(
+        self, models: Tensor, labels: Tensor, r: Replies, update: Tensor, choice: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """New models and labels from the answers; a choice that is no model's number is not believed."""
+        picked = choice.squeeze(-1).round().long()
+        member = picked == torch.arange(len(models), device=models.device).unsqueeze(1)
+        member = member.to(update.dtype)
+        count = member.sum(1, keepdim=True)
+        total = member @ update
+        if self.average == "gradient":
+            divisor = count.clamp(min=1) if self.divide == "cluster" else max(1.0, float(count.sum()))
+            after = models - self.lr * total / divisor
+        else:
+            after = torch.where(count > 0, total / count.clamp(min=1), models)
+        valid = (picked >= 0) & (picked < len(models))
+        return after, labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))

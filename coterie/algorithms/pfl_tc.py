@@ -1,0 +1,166 @@
+"""PFL-TC: the server finds groups of similar clients by threshold clustering, anew in every round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm, setting
+from coterie.errors import NobodyAnswered, SettingError
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.randomness import key
+from coterie.federation.state import State
+from coterie.theory.cluster_quality import align_labels, cluster_quality
+from coterie.theory.sketch import PARTS, clustered_part
+from coterie.theory.threshold import (
+    Clustering,
+    estimate_clusters,
+    group_weights,
+    make_rule,
+    seed_weights,
+    threshold_cluster,
+)
+from coterie.theory.threshold_rules import RULES
+
+FAR = 5.0  # times the median distance from the median: no place to start a centre
+
+
+@dataclass(frozen=True)
+class PflTc(Algorithm):
+    """Threshold clustering of client momentums by the server (Threshold-Clustering of Similar Clients, 2022).
+
+    at="own", as printed:  m_i <- momentum u_i(x_i) + (1 - momentum) m_i,   V = Threshold-Clustering({m_i}),
+        x_i <- x_i - lr v_{a(i)},   a(i) the nearest centre,   all x_i from one start
+    at="common":  every client answers at each cluster's model y_k;  v_k = the threshold centre of {u_i(y_k)}_i
+        started from k's last members,   m_k <- momentum v_k + (1 - momentum) m_k,   y_k <- y_k - lr m_k,
+        i goes to the k with the smallest |u_i(y_k) - v_k|
+
+    u_i is a gradient (steps = 1) or (x - y)/lr after local steps. Corrected signs and divisor: see the page.
+    At own points all gradients vanish at the clients' optima and clusters merge there; at common points not.
+    Deviation: with at="common" the momentum is that of the centre, equal to the centre of momentums while
+    balls are stable, so that nobody stores K vectors per client.
+    """
+
+    lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
+    momentum: float = setting(0.5, "weight of the new gradient", above=0, high=1)
+    clusters: int = setting(0, "number of clusters; 0: estimated in the first round", low=0)
+    at: str = setting("common", "where gradients are compared", options=("common", "own"))
+    steps: int = setting(1, "local steps behind one gradient", low=1)
+    passes: int = setting(8, "passes of threshold clustering per round", low=1)
+    rule: str = setting("auto", "threshold rule", options=RULES)
+    share: float = setting(0.0, "fraction of the clients in a cluster; 0: 1/clusters", low=0, high=1)
+    tau: float = setting(0.0, "radius (rule fixed) or distance of clusters (rule theory)", low=0)
+    rho: float = setting(0.0, "spread of a cluster (rule theory)", low=0)
+    spare: int = setting(0, "centres beside those of the clusters, for groups of liars", low=0)
+    cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
+    width: int = setting(256, "length of the random projection", low=1)
+    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+
+    def start(self, fed: Federation) -> State:
+        if self.clusters > fed.n:
+            raise SettingError(f"{self.name}: clusters = {self.clusters}, but there are only {fed.n} clients")
+        x = fed.initial_model()
+        models = x.repeat(1 if self.at == "common" else fed.n, 1)
+        labels = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+        return State(k=0, models=models, momentum=torch.zeros_like(models[:1]), labels=labels)
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        ids = fed.sample(t, self.participation)
+        if self.at == "own":
+            return self._at_own_points(fed, s, t, ids)
+        return self._at_cluster_models(fed, s, ids) if s.k else self._first_clusters(fed, s, t, ids)
+
+    def begin(self, client: Client) -> None:
+        if self.at == "own":
+            client.keep.momentum = torch.zeros_like(client.initial_model())
+            client.keep.seen = torch.zeros_like(client.size)
+
+    def train(self, client: Client, x: Tensor) -> Tensor:
+        weight = torch.where(client.keep.seen > 0, self.momentum, 1.0)
+        m = weight * self.slope(client, x) + (1 - weight) * client.keep.momentum
+        client.keep.momentum, client.keep.seen = m, torch.ones_like(client.size)
+        return m
+
+    def slope(self, client: Client, x: Tensor) -> Tensor:
+        if self.steps == 1:
+            return client.grad(x)
+        y = x
+        for _ in range(self.steps):
+            y = y - self.lr * client.grad(y)
+        return (x - y) / self.lr
+
+    def deploy(self, client: Client, x: Tensor) -> Tensor:
+        return x
+
+    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {}, {"x": self._own(fed, s)}
+
+    def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        return cluster_quality(s.labels, fed.clusters)
+
+    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        return {"begin": (0, 0), "train": (d, d), "slope": (d, d)}
+
+    def _own(self, fed: Federation, s: State) -> Tensor:
+        """The model of every client; the mean of the models for one that no cluster has taken in yet."""
+        if self.at == "own":
+            return s.models
+        own = s.models[s.labels.clamp(min=0)]
+        return torch.where((s.labels >= 0).unsqueeze(-1), own, s.models.mean(0))
+
+    def _at_own_points(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
+        asked = fed.everyone if ids is None else ids
+        r = fed.map(self.train, each={"x": s.models[asked]}, to=ids)
+        k, found = self._search(fed, s, t, r.values if len(r) else None)
+        v = (found.weights.to(r.values) @ r.values)[found.membership]
+        models = s.models.index_copy(0, r.ids, s.models[r.ids] - self.lr * v)
+        labels = align_labels(found.membership, s.labels[r.ids], k + self.spare)
+        return State(k=k, models=models, momentum=s.momentum, labels=s.labels.index_copy(0, r.ids, labels))
+
+    def _first_clusters(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
+        """All answer at the common start; K-means++ gives every cluster its first direction."""
+        r = fed.map(self.slope, x=s.models[0], to=ids)
+        k, found = self._search(fed, s, t, r.values if len(r) else None)
+        v = found.weights.to(r.values) @ r.values
+        labels = s.labels.index_copy(0, r.ids, found.membership)
+        return State(k=k, models=s.models[0] - self.lr * v, momentum=v, labels=labels)
+
+    def _at_cluster_models(self, fed: Federation, s: State, ids: Tensor | None) -> State:
+        count = len(s.models)
+        models, momentum = s.models.clone(), s.momentum.clone()
+        distance = torch.full((count, fed.n), torch.inf, dtype=torch.float64, device=fed.device)
+        for c in range(count):
+            r = fed.map(self.slope, x=s.models[c], to=ids)
+            members = s.labels[r.ids] if len(r) else s.labels[:0]
+            if not (members == c).any():
+                continue
+            part = clustered_part(r.values, self.cluster_on, fed.model, self.width, fed.seed)
+            rule = self._rule(s.k, len(r))
+            starts = group_weights(part, members, count)
+            found = threshold_cluster(part, start_weights=starts, rule=rule, rounds=self.passes)
+            v = found.weights[c].to(r.values) @ r.values
+            momentum[c] = self.momentum * v + (1 - self.momentum) * momentum[c]
+            models[c] = models[c] - self.lr * momentum[c]
+            distance[c, r.ids] = torch.linalg.vector_norm((part - found.centres[c]).double(), dim=1)
+        nearest, labels = distance.min(0)
+        labels = torch.where(torch.isfinite(nearest), labels, s.labels)
+        return State(k=s.k, models=models, momentum=momentum, labels=labels)
+
+    def _search(self, fed: Federation, s: State, t: int, points: Tensor | None) -> tuple[int, Clustering]:
+        """Clusters of the answers, from K-means++; their number is settled in the first round."""
+        if points is None:
+            raise NobodyAnswered("no client answered, so there is nothing to cluster")
+        part = clustered_part(points, self.cluster_on, fed.model, self.width, fed.seed)
+        k = s.k or self.clusters or estimate_clusters(part, seed=fed.seed)
+        count = min(k + self.spare, len(part))
+        seed = int(key(fed.seed, self.name, t))
+        starts = seed_weights(part, count, tries=10 if s.k == 0 else 2, far=FAR, seed=seed)
+        rule = self._rule(k, len(part))
+        return k, threshold_cluster(part, start_weights=starts, rule=rule, rounds=self.passes)
+
+    def _rule(self, k: int, points: int) -> Any:
+        return make_rule(self.rule, k, points, share=self.share, tau=self.tau, rho=self.rho)
