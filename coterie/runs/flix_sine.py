@@ -1,0 +1,130 @@
+"""Figure 4 of the FLIX paper: regression of sines, where the stopping rule decides which alpha wins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie import models
+from coterie.algorithms.base import setting
+from coterie.algorithms.flix import _with
+from coterie.federation import randomness
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.federation.state import State
+from coterie.models.base import norm
+from coterie.runs.experiments import Experiment
+from coterie.runs.plan import Watched
+
+TRAIN, TEST = 50, 2000
+HALVINGS = 30
+
+
+@dataclass(frozen=True)
+class LineSearch(Watched):
+    """FLIX by gradient descent with Armijo line search, at home and together (Gasanov et al., AISTATS 2022)."""
+
+    stop: float = setting(1e-3, "gradient norm at which the shared model stops", above=0)
+
+    def start(self, fed: Federation) -> State:
+        return _with(super().start(fed), rate=1.0, done=False)
+
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        if s.done or self.alpha == 0.0:
+            return s
+        g = fed.map(self.slope, x=s.x).mean(uniform=True)
+        size = float(g @ g)
+        if math.sqrt(size) <= self.stop:
+            return _with(s, done=True)
+        now, rate = self._objective(fed, s.x), 2.0 * s.rate
+        for _ in range(HALVINGS):
+            if self._objective(fed, s.x - rate * g) <= now - 0.5 * rate * size:
+                return _with(s, x=s.x - rate * g, rate=rate)
+            rate /= 2
+        return _with(s, done=True)
+
+    def _objective(self, fed: Federation, x: Tensor) -> float:
+        return float(fed.map(self.mixed_loss, x=x).mean(uniform=True))
+
+    def _solve(self, client: Client, x: Tensor) -> Tensor:
+        """Gradient descent at home until the gradient norm is below local_tol, each client at its own pace."""
+        rate, active = torch.ones_like(x[..., :1]), torch.ones_like(x[..., :1], dtype=torch.bool)
+        for _ in range(self.local_steps):
+            g = client.full_grad(x)
+            active = active & (norm(g) > self.local_tol)
+            if not active.any():
+                break
+            rate, now = 2.0 * rate, client.loss(x)
+            for _ in range(HALVINGS):
+                fine = client.loss(x - rate * g) <= now - 0.5 * rate * norm(g).square()
+                if (fine | ~active).all():
+                    break
+                rate = torch.where(fine | ~active, rate, rate / 2)
+            x = torch.where(active & fine, x - rate * g, x)
+        return x
+
+
+def federation(sizes: tuple[int, ...], seed: int) -> Federation:
+    """Clients that see a_j sin(x + b_j) at 50 points of [-5, 5]; 2,000 more are for testing."""
+    n, pairs = sum(sizes), len(sizes)
+    draws = randomness.uniform(randomness.slots(randomness.key(seed, "sine pairs", torch.arange(pairs)), 2))
+    amplitude, phase = 0.1 + 0.4 * draws[:, 0], 2 * math.pi * draws[:, 1]
+    member = torch.repeat_interleave(torch.arange(pairs), torch.tensor(sizes))
+    x = (
+        10
+        * randomness.uniform(randomness.slots(randomness.key(seed, "sine x", torch.arange(n)), TRAIN + TEST))
+        - 5
+    )
+    y = amplitude[member, None] * torch.sin(x + phase[member, None])
+    rows = TRAIN + TEST
+    return Federation.from_arrays(
+        list(x.float().unsqueeze(-1)),
+        list(y.float()),
+        models.mlp(hidden=(40, 40), activation="tanh", loss="mse", stacked=True),
+        clusters=member,
+        split=(TRAIN / rows, 0.0, TEST / rows),
+        seed=seed,
+    )
+
+
+def sine(experiment: Experiment, seed: int) -> dict[str, float]:
+    """Test error for every alpha, with the paper's stopping rule and with a tighter one.
+
+    Settings: sizes (clients per pair), alphas, steps (most steps of the shared model), local_tol, local_steps.
+    """
+    plan = experiment.plans[0]
+    asked: dict[str, Any] = {"local_tol": 1e-2, "local_steps": 500, **plan.settings}
+    fed = federation(tuple(asked["sizes"]), seed)
+    local = LineSearch(alpha=0.5, local_tol=asked["local_tol"], local_steps=asked["local_steps"])
+    trial = fed.fresh()
+    trial.enter_round(0, None)
+    trial.map(local.begin)
+    own = trial.runtime.store.columns["own"].rows
+    found: dict[str, float] = {}
+    for name, stop in (("loose", 1e-2), ("tight", 1e-3)):
+        errors = {a: _error(fed, own, a, stop, asked["steps"]) for a in (0.0, *asked["alphas"], 1.0)}
+        inside = min(error for a, error in errors.items() if 0 < a < 1)
+        found |= {f"{name}_{a:g}": error for a, error in errors.items()}
+        found[f"{name}_best_alpha"] = min(errors, key=lambda a: errors[a])
+        found[f"{name}_inside_over_local"] = inside / errors[0.0]
+        found[f"{name}_inside_over_shared"] = inside / errors[1.0]
+    return found
+
+
+def _error(fed: Federation, own: Tensor, alpha: float, stop: float, steps: int) -> float:
+    """Mean squared test error of the deployed mixtures, the local models being given."""
+    trial = fed.fresh()
+    trial.runtime.store.write("own", None, own)
+    algorithm = LineSearch(alpha=alpha, stop=stop, solver="sgd", lr=1.0, batch=0)
+    trial.enter_round(0, None)
+    s = algorithm.start(trial)
+    for t in range(1, steps + 1):
+        trial.enter_round(t, s)
+        s = algorithm.round(trial, s, t)
+        if s.done or alpha == 0.0:
+            break
+    return 2.0 * float(trial.evaluate(algorithm, s, "test")["loss"].mean())
