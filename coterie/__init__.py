@@ -21,6 +21,7 @@ _HOME = {
     "resume": "coterie.runs.fit",
     "Run": "coterie.runs.run",
     "compare": "coterie.runs.compare",
+    "advise": "coterie.theory.advisor",
     "check_algorithm": "coterie.runs.conformance",
     "CoterieError": "coterie.errors",
 }

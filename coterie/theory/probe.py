@@ -1,0 +1,123 @@
+"""A short training run of each candidate, judged on validation rows: where theory is an approximation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import SettingError
+from coterie.federation.federation import Federation
+from coterie.theory.advisor import METHODS, WORDS, Advice, algorithm
+
+CERTAIN = 2.0  # standard errors
+
+
+def validation_losses(fed: Federation, candidates: dict[str, float | None], rounds: int) -> dict[str, Tensor]:
+    """Mean validation loss of every client [n] after a short training run of each method; adds to `fed`'s ledger."""
+    from coterie.runs.fit import fit
+
+    losses = {}
+    for method, lam in candidates.items():
+        run = fit(fed, algorithm(method, lam, fed), rounds, evaluate_every=0, select="last", score_test=False)
+        losses[method] = run.score("validation", "loss").cpu()
+        for entry, counts in run.fed.ledger.entries.items():
+            if entry.kind != "evaluate":
+                fed.ledger.add(entry, (counts[0], counts[1], counts[2]), (counts[3], counts[4], counts[5]))
+    return losses
+
+
+def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
+    """Advice from a linearised model, held against a probe: overruled where the probe is certain of the contrary."""
+    candidates: dict[str, float | None] = {
+        "ridge-local": _typical(advice.lam_alone),
+        "fedavg": None,
+        "rtfa": _typical(advice.lam_shared),
+    }
+    if advice.method in ("ridge-local", "rtfa"):
+        candidates[advice.method] = advice.lam
+    losses = validation_losses(fed, candidates, rounds)
+    best = min(losses, key=lambda name: float(losses[name].nanmean()))
+    gap, error = _paired(losses[advice.method if advice.method in losses else "fedavg"], losses[best])
+    shown = ", ".join(f"{name} {float(value.nanmean()):.4g}" for name, value in losses.items())
+    why = [*advice.why, f"A probe of {rounds} rounds has the validation losses {shown}."]
+    changes: dict[str, Any] = {"why": why, **_traffic(fed)}
+    if best == advice.method or best not in losses:
+        return dataclasses.replace(advice, **changes)
+    if gap > CERTAIN * error:
+        why.append(f"The probe is certain that {best} is better than {advice.method}, and decides.")
+        return dataclasses.replace(advice, method=best, lam=candidates[best], **changes)
+    why.append(f"The probe leans to {best}, within its uncertainty.")
+    relative = gap / max(float(losses[best].nanmean()), 1e-300)
+    return dataclasses.replace(advice, sure=advice.sure and relative < 0.02, **changes)
+
+
+def from_probe_alone(fed: Federation, rounds: int) -> Advice:
+    """Networks: training alone, one model, and the model tuned at home with and without a pull, on validation rows."""
+    if not rounds or not fed.has_rows("validation"):
+        raise SettingError(
+            "a network is judged by a probe on validation rows: give a split with some, and probe rounds"
+        )
+    candidates: dict[str, float | None] = {"local": None, "fedavg": None, "ftfa": None, "rtfa": 0.1}
+    losses = validation_losses(fed, candidates, rounds)
+    best = min(losses, key=lambda name: float(losses[name].nanmean()))
+    rivals = [name for name in losses if name != best]
+    sure = all(_clearly(losses[name], losses[best]) for name in rivals)
+    mean = {name: float(losses[name].nanmean()) if name in losses else math.nan for name in METHODS}
+    unknown = torch.full((fed.n,), math.nan)
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in mean.items() if name in losses)
+    unsure = [name for name in rivals if not _clearly(losses[name], losses[best])]
+    why = [f"A probe of {rounds} rounds has the validation losses {shown}; {best} ({WORDS[best]}) is lowest."]
+    if unsure:
+        why.append(
+            f"Not clearly better than {', '.join(unsure)}: less than two standard errors between clients."
+        )
+    risks = {name: losses.get(name, unknown) for name in METHODS}
+    picks = torch.stack([losses[name].nan_to_num(math.inf) for name in losses]).argmin(0)
+    return Advice(
+        method=best,
+        lam=candidates[best],
+        sure=sure,
+        why=why,
+        change=["A longer probe, or more validation rows, narrows the uncertainty."],
+        names=list(fed.names),
+        methods=[list(losses)[int(k)] for k in picks],
+        lams=torch.tensor([0.1 if list(losses)[int(k)] == "rtfa" else math.nan for k in picks]),
+        risks=risks,
+        intervals={name: torch.stack([value, value], 1) for name, value in risks.items()},
+        sigma2=unknown,
+        r2=unknown,
+        rho2=unknown,
+        gamma=fed.d / fed.sizes.squeeze(-1).cpu(),
+        lam_alone=unknown,
+        lam_shared=unknown,
+        **_traffic(fed),
+    )
+
+
+def _traffic(fed: Federation) -> dict[str, float]:
+    return {
+        "floats_up": fed.ledger.total("floats_up") / fed.n,
+        "floats_down": fed.ledger.total("floats_down") / fed.n,
+    }
+
+
+def _typical(lam: Tensor) -> float:
+    """The median of the finite positive penalties, 1 where there is none."""
+    known = lam[torch.isfinite(lam) & (lam > 0)]
+    return float(known.median()) if len(known) else 1.0
+
+
+def _paired(worse: Tensor, better: Tensor) -> tuple[float, float]:
+    """Mean difference over clients and its standard error."""
+    gap = (worse - better)[~(worse - better).isnan()]
+    error = float(gap.std() / math.sqrt(len(gap))) if len(gap) > 1 else math.inf
+    return float(gap.mean()), error
+
+
+def _clearly(worse: Tensor, better: Tensor) -> bool:
+    gap, error = _paired(worse, better)
+    return gap > CERTAIN * error

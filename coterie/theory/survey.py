@@ -1,0 +1,282 @@
+"""What the advisor asks of the clients, and what it makes of the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms.base import Algorithm
+from coterie.errors import SettingError
+from coterie.federation import randomness
+from coterie.federation.client import Client
+from coterie.federation.federation import Federation
+from coterie.models.base import Model, dot
+from coterie.models.glm import Glm, Logistic
+from coterie.models.linear import Linear
+from coterie.theory import held_out
+from coterie.theory.held_out import Profile
+
+SCORING_STEPS = 15
+SHIFTS = 3
+SOLVER_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was learned: curves of held-out error [n, 2, L] (around the centre, around zero) and their uncertainty."""
+
+    ids: Tensor
+    lam: Tensor  # [L], with 0 and infinity
+    curve: Tensor
+    error: Tensor
+    noise: Tensor  # [n, 2]
+    distance: Tensor  # [n, 2]: squared distance to the centre and to zero
+    rows: Tensor  # [n]
+    agreement: float  # <thA, thB> in prediction
+    gap: float  # |thA - thB|^2 in prediction
+    corrected: bool
+
+
+@dataclass(frozen=True)
+class Survey(Algorithm):
+    """Variance components from residuals at a model the client had no part in (after Cheng, Chadha, Duchi 2022)."""
+
+    batch: int = field(default=0, kw_only=True)
+
+    def carry_out(self, fed: Federation) -> Findings:
+        """Two half models, one look at the residuals, and sums of a few numbers per client."""
+        require_linear(fed.model)
+        half = randomness.permutation(randomness.key(fed.seed, "advisor"), fed.n).to(fed.device) % 2
+        models = torch.stack([self._fit(fed, (half == k).nonzero().squeeze(-1)) for k in (0, 1)])
+        seen = fed.map(self.look, each={"own": models[half], "other": models[1 - half]})
+        totals = (seen["facts"]).sum(0)
+        unit = (totals[:2] / totals[2:4].clamp_min(1.0)).clamp_min(1e-300)
+        agreement, gap, rows = (float(value) for value in totals[4:7])
+        a = torch.stack([self._shape(fed, kind, unit, totals[7:9]) for kind in (0, 1)])
+        shift, choice = self._spreads(fed, a, unit)
+        corrected = rows >= 4 * fed.d
+        excess = gap / 4 / float(totals[0]) * float(unit[0]) if corrected else 0.0
+        lam = held_out.penalties(float(unit[0]) * fed.n / rows)
+        r = fed.map(
+            self.predict,
+            a=a,
+            shift=shift,
+            unit=unit,
+            lam=lam.to(a),
+            excess=torch.tensor([excess, 0.0]).to(a),
+            first=choice[0],
+            second=choice[1],
+        )
+        return Findings(
+            r.ids.cpu(),
+            lam,
+            r["curve"].cpu().double(),
+            r["error"].cpu().double(),
+            r["noise"].cpu().double(),
+            r["distance"].cpu().double(),
+            r.weights.squeeze(-1).cpu().double(),
+            agreement / rows,
+            gap / rows,
+            corrected,
+        )
+
+    def slope(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        return {"grad": client.full_grad(x), "loss": client.loss(x)}
+
+    def curvature(self, client: Client) -> Tensor:
+        return client.smoothness()
+
+    def look(self, client: Client, own: Tensor, other: Tensor) -> dict[str, Tensor]:
+        """Keep the residual profiles at the other half's model and at zero; tell sums about curvature and models."""
+        model, rows = client.model, client.size
+        pairs = torch.cat([own, other], -1)
+
+        def both(at: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            mine, theirs = at.chunk(2, -1)
+            count = (weight > 0).to(weight.dtype).sum(-1, keepdim=True)
+            parts = []
+            for c in (theirs, torch.zeros_like(theirs)):
+                features, residual = linearised(model, c, inputs, targets, weight)
+                found = _profile(features, residual, count)
+                parts += [found.k, found.square, found.count]
+            gap, product = (
+                _prediction(model, mine, theirs, inputs, weight, kind) for kind in ("gap", "product")
+            )
+            return torch.stack([*parts, *(value.expand_as(parts[0]) for value in (gap, product))], -2)
+
+        found = client.over_rows(both, pairs)
+        client.keep.profiles = found[..., :6, :]
+        k, square, count = found[..., [0, 3], :], found[..., [1, 4], :], found[..., [2, 5], :]
+        facts = [(count * k).sum(-1), (count * (k > 0)).sum(-1)]
+        facts += [found[..., 7, :1], found[..., 6, :1], rows, (count * square).sum(-1)]
+        return {"facts": torch.cat(facts, -1)}
+
+    def sums(self, client: Client, a: Tensor, unit: Tensor, kind: int) -> Tensor:
+        return held_out.regression_sums(_kept(client, kind, unit), a)
+
+    def weigh(self, client: Client, a: Tensor, shift: Tensor, unit: Tensor) -> Tensor:
+        """Likelihood of each pair of spreads between clients, around the centre and around zero."""
+        tables = [self._table(client, kind, a, shift, unit) for kind in (0, 1)]
+        return torch.stack([held_out.marginals(table) for table in tables], -2)
+
+    def lean(self, client: Client, a: Tensor, shift: Tensor, unit: Tensor, first: int, second: int) -> Tensor:
+        """By how much this client's log c and log s2 differ from the common ones, on average."""
+        parts = []
+        for kind, choice in ((0, first), (1, second)):
+            weight = held_out.posterior(self._table(client, kind, a, shift, unit), choice)
+            points = held_out.grid(weight)
+            parts.append(torch.stack([(weight.sum(axis) * points).sum(-1) for axis in (-1, -2)], -1))
+        return torch.stack(parts, -2)
+
+    def predict(
+        self,
+        client: Client,
+        a: Tensor,
+        shift: Tensor,
+        unit: Tensor,
+        lam: Tensor,
+        excess: Tensor,
+        first: int,
+        second: int,
+    ) -> dict[str, Tensor]:
+        """Held-out error of every penalty, its standard deviation, noise, and distance to the centre."""
+        replies: dict[str, list[Tensor]] = {"curve": [], "error": [], "noise": [], "distance": []}
+        for kind, choice in ((0, first), (1, second)):
+            seen, own = _kept(client, kind, unit), a[..., kind, :]
+            weight = held_out.posterior(self._table(client, kind, a, shift, unit), choice)
+            points = held_out.grid(weight)
+            c = torch.exp(shift[..., kind, :1] + points)
+            s2 = own[..., :1] * torch.exp(shift[..., kind, 1:] + points)
+            weight_c, weight_s = weight.sum(-1), weight.sum(-2)
+            mean_c, mean_s = dot(weight_c, c), dot(weight_s, s2)
+            shape = held_out.height(torch.cat([torch.zeros_like(own[..., :1]), own[..., 1:]], -1), seen.k)
+            lifted = (mean_c * shape - excess[..., kind : kind + 1] * seen.k).clamp_min(0.0)
+            raw = Profile(seen.k * unit[..., kind : kind + 1], seen.square, seen.count)
+            signal = held_out.errors(raw, lifted, lam)
+            flat = held_out.errors(raw, torch.ones_like(shape), lam)
+            deviation = (weight * (c[..., :, None] - mean_c[..., None]).square()).sum((-1, -2))
+            spread_c = deviation.unsqueeze(-1).sqrt() / mean_c
+            spread_s = (dot(weight_s, s2.square()) - mean_s.square()).clamp_min(0.0).sqrt()
+            cross = (
+                (weight * (c[..., :, None] / mean_c[..., None] - 1) * (s2[..., None, :] - mean_s[..., None]))
+                .sum((-1, -2))
+                .unsqueeze(-1)
+            )
+            variance = (signal * spread_c).square() + (flat * spread_s).square() + 2 * signal * flat * cross
+            replies["curve"].append(signal + mean_s * flat)
+            replies["error"].append(variance.clamp_min(0.0).sqrt())
+            replies["noise"].append(mean_s)
+            total = (seen.count * raw.k).sum(-1, keepdim=True).clamp_min(1e-300)
+            replies["distance"].append((seen.count * lifted).sum(-1, keepdim=True) / total)
+        stacked = {name: torch.stack(parts, -2) for name, parts in replies.items()}
+        return {
+            name: value.squeeze(-1) if name in ("noise", "distance") else value
+            for name, value in stacked.items()
+        }
+
+    def _fit(self, fed: Federation, ids: Tensor) -> Tensor:
+        """The shared model of some clients, by L-BFGS through gradients."""
+        from scipy.optimize import minimize
+
+        def look_up(w: Any) -> tuple[float, Any]:
+            r = fed.map(self.slope, to=ids, x=torch.as_tensor(w).to(fed.initial_model()))
+            return float(r.mean("loss")), r.mean("grad").double().cpu().numpy()
+
+        start = torch.zeros(fed.d, dtype=torch.float64).numpy()
+        options = {"maxiter": SOLVER_STEPS, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-7}
+        found = minimize(look_up, start, jac=True, method="L-BFGS-B", options=options)
+        return torch.from_numpy(found.x).to(fed.initial_model())
+
+    def _shape(self, fed: Federation, kind: int, unit: Tensor, squares: Tensor) -> Tensor:
+        """Coefficients of the common h(k): linear unless a cubic is clearly better (BIC)."""
+        best, lowest = None, float("inf")
+        for terms in (2, held_out.POWERS):
+            r = fed.map(
+                self.sums,
+                a=_start(squares[kind] / fed.sizes.sum()),
+                unit=unit[kind : kind + 1].expand(2),
+                kind=kind,
+            )
+            a = _start(squares[kind] / fed.sizes.sum())
+            floor = 1e-6 * float(a.sum())
+            for _ in range(SCORING_STEPS):
+                a = held_out.improved(r.values.sum(0).double().cpu(), a.cpu().double(), terms, floor).to(unit)
+                r = fed.map(self.sums, a=a, unit=unit[kind : kind + 1].expand(2), kind=kind)
+            total = r.values.sum(0)
+            score = float(total[-1]) + terms * float(torch.log(fed.sizes.sum()))
+            if score < lowest:
+                best, lowest = a, score
+        assert best is not None
+        return best
+
+    def _spreads(self, fed: Federation, a: Tensor, unit: Tensor) -> tuple[Tensor, list[int]]:
+        """How much clients differ in c_i and s2_i: typical logarithms, and the pair of spreads that fits best."""
+        shift, choice = torch.zeros(2, 2).to(a), [0, 0]
+        for _ in range(SHIFTS):
+            choice = fed.map(self.weigh, a=a, shift=shift, unit=unit).values.sum(0).argmax(-1).tolist()
+            r = fed.map(self.lean, a=a, shift=shift, unit=unit, first=choice[0], second=choice[1])
+            shift = shift + r.mean(uniform=True)
+        return shift, choice
+
+    def _table(self, client: Client, kind: int, a: Tensor, shift: Tensor, unit: Tensor) -> Tensor:
+        return held_out.likelihoods(_kept(client, kind, unit), a[..., kind, :], shift[..., kind, :])
+
+
+def require_linear(model: Model) -> None:
+    """The survey linearises models that are linear in their parameters before a link."""
+    if not isinstance(model, Glm):
+        raise SettingError(
+            f"the survey is for linear, logistic and softmax models, not {type(model).__name__}"
+        )
+
+
+def linearised(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and residuals of the least-squares problem that is the model near w, zero on padding.
+
+    For classes: the step of iteratively reweighted least squares, one row per class, [..., classes, B, columns].
+    """
+    assert isinstance(model, Glm)
+    real = (weight > 0).to(w.dtype)
+    scores = model.scores(w, x).mT
+    if isinstance(model, Linear):
+        return x * real.unsqueeze(-1), (y - scores.squeeze(-2)) * real
+    if isinstance(model, Logistic):
+        likely, hit = torch.sigmoid(scores), y.unsqueeze(-2).to(w.dtype)
+    else:
+        likely = torch.softmax(scores, -2)
+        classes = torch.arange(model.outputs, device=w.device).unsqueeze(-1)
+        hit = (y.long().unsqueeze(-2) == classes).to(w.dtype)
+    root = (likely * (1 - likely)).clamp_min(1e-3).sqrt()
+    return x.unsqueeze(-3) * (root * real.unsqueeze(-2)).unsqueeze(-1), (
+        hit - likely
+    ) / root * real.unsqueeze(-2)
+
+
+def _profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
+    """The classes of a client, where there are several, are looked at together."""
+    if features.dim() == residual.dim() + 1 and residual.dim() == rows.dim():
+        return held_out.profile(features, residual, rows)
+    found = held_out.profile(features, residual, rows.unsqueeze(-2))
+    return Profile(*(part.flatten(-2) for part in (found.k, found.square, found.count)))
+
+
+def _prediction(model: Model, mine: Tensor, theirs: Tensor, x: Tensor, weight: Tensor, kind: str) -> Tensor:
+    """Sum over rows of |X(a - b)|^2, or of (Xa)'(Xb), [..., 1]."""
+    real = (weight > 0).to(mine.dtype).unsqueeze(-1)
+    a, b = (model.scores(w, x) * real for w in (mine, theirs))
+    value = (a - b).square() if kind == "gap" else a * b
+    return value.sum((-1, -2)).unsqueeze(-1)
+
+
+def _kept(client: Client, kind: int, unit: Tensor) -> Profile:
+    found = client.keep.profiles[..., 3 * kind : 3 * kind + 3, :]
+    return Profile(found[..., 0, :] / unit[..., kind : kind + 1], found[..., 1, :], found[..., 2, :])
+
+
+def _start(mean_square: Tensor) -> Tensor:
+    a = torch.zeros(held_out.POWERS).to(mean_square)
+    a[:2] = 0.5 * mean_square
+    return a

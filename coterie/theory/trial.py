@@ -1,0 +1,177 @@
+"""Random linear worlds on which the advisor is tried: what it says against what is true."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.models.linear import linear
+from coterie.theory import filters, risk
+from coterie.theory.advisor import METHODS, Advice, advise
+
+if TYPE_CHECKING:
+    from coterie.federation.federation import Federation
+
+NOISES = 24
+
+
+@dataclass(frozen=True)
+class TrueWorld:
+    """Rows of every client, its parameters and noise level, and the covariance of the features."""
+
+    xs: list[Tensor]
+    ys: list[Tensor]
+    truth: list[Tensor]
+    noise: list[float]
+    covariance: Tensor
+    best_lambda: float  # around the shared model that so many clients can learn, where clients are alike
+    settings: dict[str, float | str]
+
+    def federation(self, seed: int = 0) -> Federation:
+        from coterie.federation.federation import Federation
+
+        return Federation.from_arrays(self.xs, self.ys, linear(), dtype=torch.float64, seed=seed)
+
+
+def random_world(seed: int) -> TrueWorld:
+    """Clients, features, rows, noise, heterogeneity, centre and covariance all at random."""
+    draw = np.random.default_rng(seed)
+
+    def between(low: float, high: float) -> float:
+        return float(np.exp(draw.uniform(math.log(low), math.log(high))))
+
+    return make_world(
+        draw,
+        clients=int(draw.integers(10, 71)),
+        features=int(draw.integers(20, 121)),
+        gamma=between(0.3, 5),
+        sigma2=between(0.1, 4),
+        r2=between(0.1, 4),
+        centre2=between(0.05, 4),
+        spread=float(draw.choice([0.0, 0.5, 1.0])),
+        row_spread=float(draw.choice([0.0, 0.5])),
+        covariance=str(draw.choice(["identity", "ar", "power"])),
+    )
+
+
+def make_world(
+    draw: np.random.Generator,
+    *,
+    clients: int,
+    features: int,
+    gamma: float,
+    sigma2: float,
+    r2: float,
+    centre2: float,
+    spread: float = 0.0,
+    row_spread: float = 0.0,
+    covariance: str = "identity",
+) -> TrueWorld:
+    """Clients differ by log-normal factors of this spread in r2 and sigma2, and of `row_spread` in rows."""
+    sigma = _covariance(draw, covariance, features)
+    root = np.linalg.cholesky(sigma)
+    centre = draw.normal(size=features)
+    centre *= math.sqrt(centre2) / np.linalg.norm(centre)
+    xs, ys, truth, noise = [], [], [], []
+    for _ in range(clients):
+        rows = max(3, round(features / gamma * math.exp(row_spread * draw.normal())))
+        own = draw.normal(size=features)
+        own *= math.sqrt(r2 * math.exp(spread * draw.normal())) / np.linalg.norm(own)
+        level = math.sqrt(sigma2 * math.exp(spread * draw.normal()))
+        x = draw.normal(size=(rows, features)) @ root.T
+        xs.append(torch.from_numpy(x))
+        ys.append(torch.from_numpy(x @ (centre + own) + level * draw.normal(size=rows)))
+        truth.append(torch.from_numpy(centre + own))
+        noise.append(level)
+    settings: dict[str, float | str] = {
+        "clients": clients,
+        "features": features,
+        "gamma": gamma,
+        "spread": spread,
+    }
+    settings |= {"sigma2": sigma2, "r2": r2, "centre2": centre2, "covariance": covariance}
+    ratio = features / len(xs[0])
+    reach = r2 + risk.centre_error(gamma=ratio, r2=r2, sigma2=sigma2, clients=clients).risk
+    best = sigma2 * ratio / reach
+    return TrueWorld(xs, ys, truth, noise, torch.from_numpy(sigma), best, settings)
+
+
+def true_risks(world: TrueWorld, advice: Advice) -> Tensor:
+    """Bias given the inputs plus variance over the noise, of every method at the advised penalties, [n, methods]."""
+    noise = torch.Generator().manual_seed(0)
+    ys = [
+        torch.cat([(x @ t)[:, None], s * torch.randn(len(x), NOISES, generator=noise, dtype=x.dtype)], 1)
+        for x, t, s in zip(world.xs, world.truth, world.noise, strict=True)
+    ]
+    shared = filters.centre(world.xs, ys, filters.average())
+    alone = torch.zeros_like(shared)
+    risks = []
+    for k, (x, y, truth) in enumerate(zip(world.xs, ys, world.truth, strict=True)):
+        models = [
+            filters.personal(x, y, alone, filters.interpolate),
+            _ridge(x, y, alone, float(advice.lam_alone[k])),
+            shared,
+            filters.personal(x, y, shared, filters.interpolate),
+            _ridge(x, y, shared, float(advice.lam_shared[k])),
+        ]
+        risks.append([_risk(model, truth, world.covariance) for model in models])
+    return torch.tensor(risks)
+
+
+def _ridge(x: Tensor, y: Tensor, middle: Tensor, lam: float) -> Tensor:
+    return middle if math.isinf(lam) else filters.personal(x, y, middle, filters.ridge(lam))
+
+
+@dataclass(frozen=True)
+class Score:
+    """How the advice fared: per client, and for the federation."""
+
+    exact: Tensor  # [n], the best method named
+    within: Tensor  # [n], a method within 10 % of the best risk named
+    log_excess: Tensor  # [n]
+    always_rtfa: Tensor  # [n], log excess of rtfa for everybody
+    federation: bool  # the method with the lowest mean risk named
+    majority: bool  # the method best for most clients is the one named for most
+    shared_sure: bool
+
+
+def judge(world: TrueWorld) -> tuple[Score, Advice]:
+    """Ask the advisor and compare with the truth."""
+    advice = advise(world.federation())
+    risks = true_risks(world, advice)
+    picks = torch.tensor([METHODS.index(name) for name in advice.methods])
+    best, lowest = risks.argmin(1), risks.min(1).values
+    got = risks.gather(1, picks[:, None]).squeeze(1)
+    score = Score(
+        (picks == best).double(),
+        (got <= 1.1 * lowest).double(),
+        torch.log(got / lowest),
+        torch.log(risks[:, METHODS.index("rtfa")] / lowest),
+        METHODS.index(advice.method) == int(risks.mean(0).argmin()),
+        int(picks.mode().values) == int(best.mode().values),
+        advice.sure,
+    )
+    return score, advice
+
+
+def _risk(model: Tensor, truth: Tensor, covariance: Tensor) -> float:
+    gap = torch.cat([model[:, :1] - truth[:, None], model[:, 1:]], 1)
+    sizes = (gap * (covariance @ gap)).sum(0)
+    return float(sizes[0] + sizes[1:].mean())
+
+
+def _covariance(draw: np.random.Generator, kind: str, d: int) -> np.ndarray:
+    """Identity, AR(0.3 to 0.8), or eigenvalues that fall as a power of their rank; mean eigenvalue 1."""
+    if kind == "identity":
+        return np.eye(d)
+    if kind == "ar":
+        lag = np.abs(np.subtract.outer(np.arange(d), np.arange(d)))
+        return np.asarray(draw.uniform(0.3, 0.8) ** lag)
+    values = np.arange(1, d + 1) ** -draw.uniform(0.3, 1.0)
+    axes = np.linalg.qr(draw.normal(size=(d, d)))[0]
+    return (axes * (values * d / values.sum())) @ axes.T
