@@ -120,6 +120,32 @@ def compare(
         console.show(f"Written to {out}")
 
 
+@app.command(epilog="Example: coterie advise heart_disease --client hospital --target sick")
+def advise(
+    table: TableArgument,
+    client: ClientOption,
+    target: TargetOption,
+    task: TaskOption = None,
+    drop: DropOption = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="decides the split and every draw")] = 0,
+    probe: Annotated[
+        int, typer.Option(min=0, metavar="N", help="rounds of a probe for classes; 0 leaves it out")
+    ] = 30,
+    json: JsonOption = None,
+) -> None:
+    """Which method, and how much pull towards the others? From local statistics and a few federated sums."""
+    from coterie.data.load import load_table
+    from coterie.report.advice import advice_tables
+    from coterie.theory.advisor import advise as give_advice
+
+    _require_place(json)
+    fed = load_table(_source(table), client, target, task=task, drop=drop or (), seed=seed)
+    console.notes(fed.table.warnings)
+    advice = give_advice(fed, probe)
+    console.show(*advice_tables(advice))
+    _write_json(json, advice.json())
+
+
 @app.command(epilog="Example: coterie fit heart_disease --client hospital --target sick --out heart")
 def fit(
     table: TableArgument,
