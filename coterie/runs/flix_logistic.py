@@ -54,7 +54,7 @@ class Problem:
         lr = 1.0 / float(mixture.smoothness.max())
         trial = fed.fresh()
         trial.enter_round(0, None)
-        trial.map(FLIX(alpha=0.5, local_lr=lr, **exact).begin)  # type: ignore[arg-type]
+        trial.map(FLIX(alpha=0.5, local_lr=lr, **exact).begin)
         x0 = randomness.normal(randomness.slots(randomness.key(seed, "flix start"), fed.d))
         return cls(fed, trial.runtime.store.columns["own"].rows, x0, mixture)
 

@@ -41,7 +41,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 HOMES = {
     "generate": ("coterie.data.generate",),
     "partition": ("coterie.data.partition",),
-    "read": ("coterie.data.readers", "coterie.data.images", "coterie.data.leaf_files", "coterie.runs.jobs"),
+    "read": (
+        "coterie.data.readers",
+        "coterie.data.images",
+        "coterie.data.leaf_files",
+        "coterie.data.xml_texts",
+        "coterie.runs.jobs",
+    ),
     "model": ("coterie.models",),
 }
 
