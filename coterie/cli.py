@@ -53,6 +53,12 @@ DropOption = Annotated[
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="also write the result to this file")
 ]
+L2Option = Annotated[
+    float | None,
+    typer.Option(
+        "--l2", min=0, metavar="X", help="ridge of this strength instead of the usual model; no intercept"
+    ),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 
@@ -173,12 +179,18 @@ def fit(
     checkpoint_every: Annotated[
         int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
     ] = 0,
+    budget_mb: Annotated[
+        float | None,
+        typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
+    ] = None,
+    l2: L2Option = None,
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
     from coterie.algorithms import make
     from coterie.data.load import load_table
     from coterie.runs.fit import fit as train
+    from coterie.runs.plan import rounds_within_budget
 
     method = make(algorithm, **_assignments(settings or []))
     _require_place(json)
@@ -191,8 +203,11 @@ def fit(
         drop=drop or (),
         seed=seed,
         dropout=dropout,
+        l2=l2,
     )
     console.notes(fed.table.warnings)
+    if budget_mb is not None:
+        rounds = rounds_within_budget(method, fed, budget_mb)
     with _resumable(out), console.progress() as watch:
         run = train(
             fed,
@@ -204,6 +219,49 @@ def fit(
             watch=_rounds(watch, method.name),
         )
     _finished(run, json)
+
+
+@app.command(
+    epilog="Example: coterie plan heart_disease --client hospital --target sick --accuracy 0.001 --rounds 10"
+)
+def plan(
+    table: TableArgument,
+    client: ClientOption,
+    target: TargetOption,
+    accuracy: Annotated[
+        float, typer.Option(metavar="X", help="wanted distance from the best mixture's loss")
+    ],
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="budget in communication rounds")] = None,
+    budget_mb: Annotated[
+        float | None,
+        typer.Option("--budget-mb", metavar="MB", help="budget in megabytes, up and down together"),
+    ] = None,
+    solver: Annotated[str, typer.Option(metavar="NAME", help="dgd or diana")] = "dgd",
+    compressor: Annotated[str, typer.Option(metavar="NAME", help="for diana, such as rand-3")] = "identity",
+    l2: L2Option = 0.1,
+    task: TaskOption = None,
+    drop: DropOption = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="decides the split and every draw")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="web page with theory's bound and the measured curve")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """How personal must models be for a communication budget? The alpha, rounds and certificates of FLIX."""
+    from coterie.data.load import load_table
+    from coterie.report.budget import plan_plot, plan_tables
+    from coterie.report.plots import save_plot
+    from coterie.runs import plan as plans
+
+    for place in (json, plot):
+        _require_place(place)
+    fed = load_table(_source(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2)
+    console.notes(fed.table.warnings)
+    chosen = plans.plan(fed, accuracy, rounds=rounds, megabytes=budget_mb, solver=solver, encoding=compressor)
+    console.show(*plan_tables(chosen))
+    _write_json(json, chosen.json())
+    if plot is not None:
+        save_plot(plot, plan_plot(chosen, *plans.measure(fed, chosen, max(chosen.rounds, 2))))
 
 
 @app.command(epilog="Example: coterie resume runs/heart")

@@ -48,12 +48,13 @@ def load_table(
     device: str | None = None,
     loop: bool = False,
     dropout: float = 0.0,
+    l2: float | None = None,
 ) -> Federation:
     """A federation with one client per value of the client column.
 
     Each client's rows are split by the hash into train, validation and test; encoding and standardisation
-    are fitted on training rows. Without a `model` it is linear, logistic or softmax regression with an
-    intercept, by the kind of target.
+    are fitted on training rows. Without a `model` it is linear, logistic or softmax regression, by the kind of
+    target: with an intercept, or with `l2` ridge on all its weights and none, which is strongly convex.
     """
     from coterie.federation.build import encode_clusters, from_rows
 
@@ -83,7 +84,7 @@ def load_table(
         preprocessor.encode(frame),
         preprocessor.encode_target(frame),
         sizes,
-        model=default_model(spec.task) if model is None else model,
+        model=default_model(spec.task, l2) if model is None else model,
         names=names,
         clusters=clusters,
         cluster_names=cluster_names,
@@ -97,7 +98,7 @@ def load_table(
     )
 
 
-def default_model(task: str) -> Model:
-    """The model for a table: linear in the features, with an intercept and a touch of ridge."""
+def default_model(task: str, l2: float | None = None) -> Model:
+    """The model for a table: linear in the features, with an intercept and a touch of ridge unless told."""
     make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
-    return make(l2=1e-3, intercept=True)
+    return make(l2=1e-3, intercept=True) if l2 is None else make(l2=l2)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.algorithms.base import Algorithm
 from coterie.algorithms.flix import FLIX, FULL
 from coterie.errors import SettingError
 from coterie.federation.client import Client
@@ -232,6 +233,13 @@ def rounds_within(algorithm: FLIX, fed: Federation, budget: float) -> int:
     if second > budget:
         return 1
     return 1 if third == second else 2 + int((budget - second) // (third - second))
+
+
+def rounds_within_budget(algorithm: Algorithm, fed: Federation, megabytes: float) -> int:
+    """`rounds_within` for an algorithm that has a cost formula."""
+    if not isinstance(algorithm, FLIX):
+        raise SettingError(f"a budget in megabytes is for flix; give {algorithm.name} a number of rounds")
+    return rounds_within(algorithm, fed, 1e6 * megabytes)
 
 
 def _omega(text: str, d: int) -> float:

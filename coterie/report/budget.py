@@ -1,0 +1,46 @@
+"""Plans for a communication budget as tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from coterie.report.plots import line_plot
+
+if TYPE_CHECKING:
+    from coterie.runs.plan import Plan
+
+
+def plan_tables(plan: Plan) -> list[str | Table]:
+    """The choice in words, and the trade-off: what each alpha costs."""
+    table = Table(title=f"What each alpha needs to come within {plan.target:g} of the best mixture")
+    for name in ("alpha", "certificate", "bound", "rounds", "MB"):
+        table.add_column(name, justify="right")
+    for one in plan.options:
+        rounds = "no rate" if one.rounds is None else str(one.rounds)
+        size = "" if one.megabytes is None else f"{one.megabytes:.4f}"
+        style = "bold" if one.alpha == plan.alpha else None
+        table.add_row(
+            f"{one.alpha:.2f}", f"{one.certificate:.3g}", f"{one.bound:.3g}", rounds, size, style=style
+        )
+    closed = "" if plan.closed_form_alpha is None else f" (closed form: {plan.closed_form_alpha:.3f})"
+    words = (
+        f"Theory allows alpha = {plan.alpha:g}{closed}: {plan.rounds} rounds, {plan.megabytes:.4f} MB in both "
+        f"directions together. After the first round the loss is at most {plan.certificate:.3g} from its best "
+        "(certificate; the bound from constants alone is beside it)."
+    )
+    how = " ".join(
+        f"--set {name}={getattr(plan.algorithm, name)}"
+        for name in ("alpha", "solver", "compressor", "start_at", "lr")
+    )
+    return [table, words, f"The same as a run: coterie fit ... --l2 X --algorithm flix --rounds {plan.rounds} {how}"]
+
+
+def plan_plot(plan: Plan, bound: Sequence[float], measured: Sequence[float]) -> Any:
+    """Theory's bound and the measured gap, round by round."""
+    rounds = list(range(1, len(bound) + 1))
+    curves = {"bound": (rounds, list(bound)), "measured": (rounds, list(measured))}
+    title = f"FLIX, alpha = {plan.alpha:g}: loss above the best mixture"
+    return line_plot(curves, title=title, x="communication round", y="gap", log=True)
