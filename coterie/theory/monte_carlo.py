@@ -93,7 +93,7 @@ class Simulated:
 
 
 def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulated]:
-    """Draw the world, fit every estimator, and score the first `judged` clients.
+    """Draw the world, fit every estimator, and score `judged` clients that had no part in the centre.
 
     Estimators are linear in y, so the signal and a few draws of the noise are fitted as columns: the error of
     the first is the bias, the size of the others the variance.
@@ -105,10 +105,11 @@ def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulat
     penalty = world.penalties()
     sums = {name: _Centre(world.features) for name in ("average", "maml", "given", "best")}
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
-    for k in range(world.clients):
+    for k in range(judged + world.clients):
         x, truth, y = _client(world, middle, root, draw)
         if k < judged:
             kept.append((x, truth, y))
+            continue
         gram = x @ x.T / world.rows
         sums["average"].add(x, y, x)
         bent = x - world.alpha * (gram @ x)

@@ -1,0 +1,52 @@
+"""The experiments asymptotics/risk and asymptotics/last-layer, in small."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from coterie.errors import DataError
+from coterie.runs.asymptotics import simulated_risk
+from coterie.runs.experiments import load, shared_data
+from coterie.runs.last_layer import METHODS, last_layer
+from coterie.theory.monte_carlo import ESTIMATORS
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(name, key, **settings):
+    experiment = load(name).only(key)
+    plan = dataclasses.replace(experiment.plans[0], settings={**experiment.plans[0].settings, **settings})
+    return dataclasses.replace(experiment, plans=(plan,))
+
+
+def test_risk_has_every_estimator_and_its_prediction():
+    found = simulated_risk(
+        small("asymptotics/risk", "ar-100", features=40, rows=20, clients=60, judged=10), 0
+    )
+    assert all(found[f"{name} errors"] <= found["worst"] for name in ESTIMATORS)
+    assert found["worst"] < 5
+    assert found["ftfa predicted bias"] == pytest.approx(0.39, abs=0.03)
+    assert len(found["curve"]["values"]) == len(ESTIMATORS)
+    rows = load("asymptotics/risk").rows
+    measured = simulated_risk(small("asymptotics/risk", "identity-100", features=20, rows=10, clients=20), 0)
+    assert {row.metric for row in rows} <= measured.keys()
+
+
+def test_last_layer_measures_every_method_and_claim():
+    try:
+        shared_data("shakespeare.tar.xz")
+    except DataError:
+        pytest.skip("needs shakespeare.tar.xz of ../shared/data")
+    size = {"clients": 6, "pretraining": 4, "rows": 60, "width": 8, "epochs": 1, "rounds": 2, "every": 1}
+    experiment = small("asymptotics/last-layer", "shakespeare", **size)
+    found, again = last_layer(experiment, 0), last_layer(experiment, 0)
+    assert found == again
+    assert all(0 <= found[name] <= 100 for name in METHODS)
+    assert {row.metric for row in load("asymptotics/last-layer").rows} <= found.keys()
