@@ -85,7 +85,7 @@ def last_layer(experiment: Experiment, seed: int) -> Table:
 
 
 def _curves(fed: Federation, size: Size) -> tuple[dict[str, Curve], Curve]:
-    """Every method's test accuracy; what validation prefers among its settings is scored, at each mark."""
+    """Every method's test accuracy along the rounds, at the settings that validation prefers at the end."""
     share = min(1.0, size.asked / fed.n)
     common: dict[str, Any] = {"steps": size.steps, "batch": 32, "participation": share}
     averages = [_states(fed, FedAvg(lr=lr, **common), size) for lr in RATES]
@@ -100,10 +100,12 @@ def _curves(fed: Federation, size: Size) -> tuple[dict[str, Curve], Curve]:
     }
     marks = list(averages[0])
     curves = {"local": dict.fromkeys(marks, _alone(fed))}
-    for name, choices in options.items():
-        curves[name] = {t: _test_accuracy(fed, choices, t) for t in marks}
-    tuned, state = _chosen(fed, options["ftfa"], marks[-1])
-    steps = {p: _accuracy(fed, tuned.replace(tuning_epochs=p), state, marks[-1], "test") for p in EPOCHS}
+    best = {name: _chosen(fed, choices, marks[-1]) for name, choices in options.items()}
+    for name, (algorithm, states) in best.items():
+        curves[name] = {t: _accuracy(fed, algorithm, states[t], t, "test") for t in marks}
+    tuned, states = best["ftfa"]
+    last = marks[-1]
+    steps = {p: _accuracy(fed, tuned.replace(tuning_epochs=p), states[last], last, "test") for p in EPOCHS}
     return {name: curves[name] for name in METHODS}, steps
 
 
@@ -141,15 +143,11 @@ def _alone(fed: Federation) -> float:
     return best
 
 
-def _chosen(fed: Federation, options: list[Option], t: int) -> tuple[Algorithm, State]:
-    """The setting with the best validation accuracy at round t, and its state then."""
-    pairs = [(algorithm, states[t]) for algorithm, states in options]
-    return max(pairs, key=lambda pair: _accuracy(fed, pair[0], pair[1], t, "validation"))
-
-
-def _test_accuracy(fed: Federation, options: list[Option], t: int) -> float:
-    algorithm, state = _chosen(fed, options, t)
-    return _accuracy(fed, algorithm, state, t, "test")
+def _chosen(fed: Federation, options: list[Option], t: int) -> Option:
+    """The setting with the best validation accuracy at round t."""
+    if len(options) == 1:
+        return options[0]
+    return max(options, key=lambda option: _accuracy(fed, option[0], option[1][t], t, "validation"))
 
 
 def _accuracy(fed: Federation, algorithm: Algorithm, state: State, t: int, split: str) -> float:

@@ -3,7 +3,8 @@
 The survey (`coterie.theory.survey`) estimates each client's noise and its distance to the shared model and to zero,
 and from them the held-out error of training alone, ridge alone, the shared model, and the shared model tuned at home
 with and without a ridge. Linear models are exact; logistic and softmax models are linearised at the shared model and
-checked by a short probe; networks are judged by the probe alone.
+checked by a short probe; of networks the last layer is surveyed, on the features of a shortly trained shared model, and
+checked likewise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from coterie.errors import SettingError
 from coterie.models.glm import Glm
 from coterie.models.linear import Linear
 from coterie.theory import held_out, risk
-from coterie.theory.survey import Findings, Survey
+from coterie.theory.survey import Findings, Survey, require_head
 
 if TYPE_CHECKING:
     from coterie.algorithms.base import Algorithm
@@ -119,10 +120,10 @@ def advise(fed: Federation, probe: int = 30) -> Advice:
     if fed.n < 2:
         raise SettingError("advice needs at least two clients: with one there is nobody to collaborate with")
     if not isinstance(fed.model, Glm):
-        from coterie.theory.probe import from_probe_alone
+        from coterie.theory.probe import from_last_layer
 
-        return from_probe_alone(fed, probe)
-    advice = _conclude(fed, Survey().carry_out(fed))
+        return from_last_layer(fed, probe)
+    advice = conclude(fed, Survey().carry_out(fed))
     if not isinstance(fed.model, Linear) and probe and fed.has_rows("validation"):
         from coterie.theory.probe import checked
 
@@ -157,7 +158,8 @@ def _curvature(fed: Federation) -> float:
     return float(trial.map(Survey().curvature).values.max())
 
 
-def _conclude(fed: Federation, found: Findings) -> Advice:
+def conclude(fed: Federation, found: Findings) -> Advice:
+    """From what the survey found to advice."""
     lam_shared, best_shared = held_out.lowest(found.curve[:, 0], found.lam)
     lam_alone, best_alone = held_out.lowest(found.curve[:, 1], found.lam)
     errors = torch.stack(
@@ -179,8 +181,8 @@ def _conclude(fed: Federation, found: Findings) -> Advice:
         )
         for name in METHODS
     }
-    gamma = fed.model.columns / found.rows  # type: ignore[attr-defined]
-    columns = fed.model.columns  # type: ignore[attr-defined]
+    columns = require_head(fed.model).columns
+    gamma = columns / found.rows
     r2, rho2 = found.distance[:, 0] * columns, found.distance[:, 1] * columns
     mean = {name: float(value.mean()) for name, value in risks.items()}
     little = abs(float(best_shared.mean() - best_alone.mean())) <= MATTERS * float(best_alone.mean())
@@ -255,7 +257,7 @@ def _reasons(
     little: bool,
     method: str,
 ) -> list[str]:
-    rows, columns = float(found.rows.median()), fed.model.columns  # type: ignore[attr-defined]
+    rows, columns = float(found.rows.median()), require_head(fed.model).columns
     parts = [
         f"{fed.n} clients with {rows:.0f} rows (median) for {columns} features: "
         f"{columns / rows:.2g} features per row."
@@ -285,7 +287,7 @@ def _changes(
     fed: Federation, found: Findings, r2: Tensor, rho2: Tensor, noise: Tensor, share: bool
 ) -> list[str]:
     """What it would take: more rows, fewer features, more clients; by the asymptotic risks at the median client."""
-    columns = fed.model.columns  # type: ignore[attr-defined]
+    columns = require_head(fed.model).columns
     n, near, far, s2 = (float(value.median()) for value in (found.rows, r2, rho2, noise))
     lines = []
     if share:

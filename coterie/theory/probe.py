@@ -11,7 +11,9 @@ from torch import Tensor
 
 from coterie.errors import SettingError
 from coterie.federation.federation import Federation
-from coterie.theory.advisor import METHODS, WORDS, Advice, algorithm
+from coterie.theory.advisor import METHODS, WORDS, Advice, algorithm, conclude
+from coterie.theory.heads import head_of
+from coterie.theory.survey import Survey
 
 CERTAIN = 2.0  # standard errors
 
@@ -24,10 +26,14 @@ def validation_losses(fed: Federation, candidates: dict[str, float | None], roun
     for method, lam in candidates.items():
         run = fit(fed, algorithm(method, lam, fed), rounds, evaluate_every=0, select="last", score_test=False)
         losses[method] = run.score("validation", "loss").cpu()
-        for entry, counts in run.fed.ledger.entries.items():
-            if entry.kind != "evaluate":
-                fed.ledger.add(entry, (counts[0], counts[1], counts[2]), (counts[3], counts[4], counts[5]))
+        _add_traffic(fed, run.fed)
     return losses
+
+
+def _add_traffic(fed: Federation, other: Federation) -> None:
+    for entry, counts in other.ledger.entries.items():
+        if entry.kind != "evaluate":
+            fed.ledger.add(entry, (counts[0], counts[1], counts[2]), (counts[3], counts[4], counts[5]))
 
 
 def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
@@ -55,12 +61,26 @@ def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
     return dataclasses.replace(advice, sure=advice.sure and relative < 0.02, **changes)
 
 
-def from_probe_alone(fed: Federation, rounds: int) -> Advice:
-    """Networks: training alone, one model, and the model tuned at home with and without a pull, on validation rows."""
+def from_last_layer(fed: Federation, rounds: int) -> Advice:
+    """Networks: survey the last layer on the features of a shortly trained shared model, then probe.
+
+    A network whose last layer is not nn.Linear is judged by the probe alone.
+    """
     if not rounds or not fed.has_rows("validation"):
         raise SettingError(
-            "a network is judged by a probe on validation rows: give a split with some, and probe rounds"
+            "advice on a network needs a probe on validation rows: give a split with some, and probe rounds"
         )
+    if head_of(fed.model) is None:
+        return from_probe_alone(fed, rounds)
+    from coterie.runs.fit import fit
+
+    short = fit(fed, algorithm("fedavg", None, fed), rounds, evaluate_every=0, score_test=False)
+    _add_traffic(fed, short.fed)
+    return checked(fed, conclude(fed, Survey().carry_out(fed, short.state.x)), rounds)
+
+
+def from_probe_alone(fed: Federation, rounds: int) -> Advice:
+    """Networks: training alone, one model, and the model tuned at home with and without a pull, on validation rows."""
     candidates: dict[str, float | None] = {"local": None, "fedavg": None, "ftfa": None, "rtfa": 0.1}
     losses = validation_losses(fed, candidates, rounds)
     best = min(losses, key=lambda name: float(losses[name].nanmean()))

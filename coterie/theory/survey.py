@@ -17,6 +17,7 @@ from coterie.models.base import Model, dot
 from coterie.models.glm import Glm, Logistic
 from coterie.models.linear import Linear
 from coterie.theory import held_out
+from coterie.theory.heads import features, head_of
 from coterie.theory.held_out import Profile
 
 SCORING_STEPS = 15
@@ -46,18 +47,23 @@ class Survey(Algorithm):
 
     batch: int = field(default=0, kw_only=True)
 
-    def carry_out(self, fed: Federation) -> Findings:
-        """Two half models, one look at the residuals, and sums of a few numbers per client."""
-        require_linear(fed.model)
+    def carry_out(self, fed: Federation, trunk: Tensor | None = None) -> Findings:
+        """Two half models, one look at the residuals, and sums of a few numbers per client.
+
+        For a network, `trunk` are parameters that give the features its last layer is surveyed on.
+        """
+        head = require_head(fed.model)
+        if trunk is not None:
+            fed.map(self.receive, trunk=trunk)
         half = randomness.permutation(randomness.key(fed.seed, "advisor"), fed.n).to(fed.device) % 2
-        models = torch.stack([self._fit(fed, (half == k).nonzero().squeeze(-1)) for k in (0, 1)])
+        models = torch.stack([self._fit(fed, head.d, (half == k).nonzero().squeeze(-1)) for k in (0, 1)])
         seen = fed.map(self.look, each={"own": models[half], "other": models[1 - half]})
         totals = (seen["facts"]).sum(0)
         unit = (totals[:2] / totals[2:4].clamp_min(1.0)).clamp_min(1e-300)
         agreement, gap, rows = (float(value) for value in totals[4:7])
         a = torch.stack([self._shape(fed, kind, unit, totals[7:9]) for kind in (0, 1)])
         shift, choice = self._spreads(fed, a, unit)
-        corrected = rows >= 4 * fed.d
+        corrected = rows >= 4 * head.d
         excess = gap / 4 / float(totals[0]) * float(unit[0]) if corrected else 0.0
         lam = held_out.penalties(float(unit[0]) * fed.n / rows)
         r = fed.map(
@@ -83,19 +89,32 @@ class Survey(Algorithm):
             corrected,
         )
 
+    def receive(self, client: Client, trunk: Tensor) -> None:
+        client.keep.trunk = trunk
+
     def slope(self, client: Client, x: Tensor) -> dict[str, Tensor]:
-        return {"grad": client.full_grad(x), "loss": client.loss(x)}
+        head = require_head(client.model)
+        if head is client.model:
+            return {"grad": client.full_grad(x), "loss": client.loss(x)}
+
+        def both(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            rows = (_features(client, inputs, weight), targets, weight.to(x.dtype))
+            return torch.cat([head.grad(x, *rows), head.loss(x, *rows)], -1)
+
+        found = client.over_rows(both, x)
+        return {"grad": found[..., :-1], "loss": found[..., -1:]}
 
     def curvature(self, client: Client) -> Tensor:
         return client.smoothness()
 
     def look(self, client: Client, own: Tensor, other: Tensor) -> dict[str, Tensor]:
         """Keep the residual profiles at the other half's model and at zero; tell sums about curvature and models."""
-        model, rows = client.model, client.size
+        model, rows = require_head(client.model), client.size.to(own.dtype)
         pairs = torch.cat([own, other], -1)
 
         def both(at: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             mine, theirs = at.chunk(2, -1)
+            inputs, weight = _features(client, inputs, weight), weight.to(at.dtype)
             count = (weight > 0).to(weight.dtype).sum(-1, keepdim=True)
             parts = []
             for c in (theirs, torch.zeros_like(theirs)):
@@ -177,18 +196,18 @@ class Survey(Algorithm):
             for name, value in stacked.items()
         }
 
-    def _fit(self, fed: Federation, ids: Tensor) -> Tensor:
+    def _fit(self, fed: Federation, d: int, ids: Tensor) -> Tensor:
         """The shared model of some clients, by L-BFGS through gradients."""
         from scipy.optimize import minimize
 
         def look_up(w: Any) -> tuple[float, Any]:
-            r = fed.map(self.slope, to=ids, x=torch.as_tensor(w).to(fed.initial_model()))
+            r = fed.map(self.slope, to=ids, x=torch.as_tensor(w).to(fed.device))
             return float(r.mean("loss")), r.mean("grad").double().cpu().numpy()
 
-        start = torch.zeros(fed.d, dtype=torch.float64).numpy()
+        start = torch.zeros(d, dtype=torch.float64).numpy()
         options = {"maxiter": SOLVER_STEPS, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-7}
         found = minimize(look_up, start, jac=True, method="L-BFGS-B", options=options)
-        return torch.from_numpy(found.x).to(fed.initial_model())
+        return torch.from_numpy(found.x).to(fed.device)
 
     def _shape(self, fed: Federation, kind: int, unit: Tensor, squares: Tensor) -> Tensor:
         """Coefficients of the common h(k): linear unless a cubic is clearly better (BIC)."""
@@ -225,12 +244,20 @@ class Survey(Algorithm):
         return held_out.likelihoods(_kept(client, kind, unit), a[..., kind, :], shift[..., kind, :])
 
 
-def require_linear(model: Model) -> None:
-    """The survey linearises models that are linear in their parameters before a link."""
-    if not isinstance(model, Glm):
-        raise SettingError(
-            f"the survey is for linear, logistic and softmax models, not {type(model).__name__}"
-        )
+def require_head(model: Model) -> Glm:
+    """The linear model that is surveyed: the model itself, or the last layer of a network."""
+    head = head_of(model)
+    if head is None:
+        raise SettingError("the survey needs a linear model, or a network whose last layer is nn.Linear")
+    return head
+
+
+def _features(client: Client, inputs: Tensor, weight: Tensor) -> Tensor:
+    """The inputs of the surveyed model, in float64."""
+    if require_head(client.model) is client.model:
+        return inputs.double()
+    trunk = client.keep.trunk
+    return features(client.model, trunk.reshape(-1, trunk.shape[-1])[0], inputs, weight.dim()).double()
 
 
 def linearised(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,6 @@ def test_last_layer_measures_every_method_and_claim():
         pytest.skip("needs shakespeare.tar.xz of ../shared/data")
     size = {"clients": 6, "pretraining": 4, "rows": 60, "width": 8, "epochs": 1, "rounds": 2, "every": 1}
     experiment = small("asymptotics/last-layer", "shakespeare", **size)
-    found, again = last_layer(experiment, 0), last_layer(experiment, 0)
-    assert found == again
+    found = last_layer(experiment, 0)
     assert all(0 <= found[name] <= 100 for name in METHODS)
     assert {row.metric for row in load("asymptotics/last-layer").rows} <= found.keys()

@@ -1,0 +1,53 @@
+"""The last layer of a network as a linear model on the features before it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from coterie.models.base import Model
+from coterie.models.glm import Glm, logistic, softmax
+from coterie.models.linear import linear
+from coterie.models.network import Network
+
+RIDGE = 1e-3  # as tables have it
+
+
+def head_of(model: Model) -> Glm | None:
+    """The model itself if it is linear, the last layer's if that is nn.Linear and gives the output, else None."""
+    if isinstance(model, Glm):
+        return model
+    if not isinstance(model, Network):
+        return None
+    last = _last(model.skeleton.module)
+    if last is None or last.out_features != model.outputs:
+        return None
+    columns = last.in_features + 1
+    if model.task == "regression":
+        return replace(linear(l2=RIDGE), features=columns)
+    if model.task == "binary":
+        return replace(logistic(l2=RIDGE), features=columns)
+    return replace(softmax(l2=RIDGE, classes=model.outputs), features=columns)
+
+
+def features(model: Model, trunk: Tensor, x: Tensor, lead: int) -> Tensor:
+    """What reaches the last layer, and a one for the intercept, [..., B, columns]; `trunk` [d] are all parameters."""
+    if isinstance(model, Glm):
+        return x
+    assert isinstance(model, Network)
+    module = model.skeleton.filled(trunk)
+    last, seen = _last(module), []
+    assert last is not None
+    handle = last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        module(x.flatten(0, lead - 1) if lead > 1 else x)
+    handle.remove()
+    found = seen[0] if lead == 1 else seen[0].unflatten(0, x.shape[:lead])
+    return torch.cat([found, torch.ones_like(found[..., :1])], -1)
+
+
+def _last(module: nn.Module) -> nn.Linear | None:
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return layers[-1] if layers else None
