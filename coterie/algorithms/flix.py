@@ -79,9 +79,7 @@ class FLIX(Algorithm):
         if self.solver in ("dgd", "one-shot") and self.compressor != "identity":
             raise SettingError(f"flix: {self.solver} sends whole vectors; use dcgd or diana with {one}")
         if not one.unbiased and (self.solver == "diana" or (self.solver == "dcgd" and self.lr == 0)):
-            raise SettingError(
-                f"flix: {one} is biased and has no theory; use dcgd with lr > 0, or {'rand-K'}"
-            )
+            raise SettingError(f"flix: {one} is biased and has no theory; use dcgd with lr > 0, or rand-K")
         if self.solver in ("sgd", "adam") and self.lr == 0:
             raise SettingError(f"flix: {self.solver} has no step size from theory; set lr")
         if self.solver == "one-shot" and self.alpha == "auto":

@@ -39,6 +39,8 @@ def tags(experiment: Experiment, seed: int) -> dict[str, float]:
     for name, grid in GRIDS.items():
         tried = [_scores(fed, make(name, batch=0, **settings), plan.rounds) for settings in grid]
         found[name] = min(tried)[1]
+        found[f"gain_over_{name}"] = found["flix"] - found[name]
+    found["gain_over_local"] = found["flix"] - found["flix_0"]
     return found
 
 

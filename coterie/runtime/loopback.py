@@ -205,6 +205,7 @@ SERVER_SIDE = {
     "replace",
     "settings",
     "from_theory",
+    "mixture",
 }
 
 

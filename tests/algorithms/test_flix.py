@@ -392,3 +392,15 @@ def test_on_real_data_the_rate_of_diana_is_the_same_for_every_alpha_and_dcgd_sta
         1.1 if name == "a6a" else 2.0
     )  # the rows of mushrooms are sorted, so its clients differ much more
     assert max(floors) <= allowed * min(floors) and max(losses) <= allowed * min(losses)
+
+
+@pytest.mark.slow
+def test_on_sines_the_stopping_rule_decides_and_with_the_tight_one_an_interior_alpha_wins():
+    from types import SimpleNamespace
+
+    from coterie.runs.flix_sine import sine
+
+    settings = {"sizes": (50, 150), "alphas": (0.3,), "steps": 200}
+    found = sine(SimpleNamespace(plans=[SimpleNamespace(settings=settings)]), 0)
+    assert found["loose_best_alpha"] == 0.0
+    assert found["tight_inside_over_local"] < 1 and found["tight_inside_over_shared"] < 1
