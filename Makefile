@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench lock clean
 
 demo: $(READY)
 	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -30,6 +30,10 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,images,stats]"
 	touch $@
+
+# Write down the versions in .venv as the new pins.
+lock: $(READY)
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' | sort -f > constraints.txt
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
