@@ -137,6 +137,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "metric": f"{split} {metric} ({direction(metric)})",
         "mean": _finite(_mean(run, split, scores)),
         "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
+        "observed": {name: _finite(value) for name, value in _observed(run).items()},
         "seconds": run.seconds,
         "folder": str(run.folder) if run.folder is not None else None,
     }
@@ -170,7 +171,22 @@ def run_notes(run: Run) -> list[str]:
         )
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because nobody answered.")
+    seen = _observed(run)
+    if seen:
+        values = ", ".join(f"{name} {value:.3g}" for name, value in seen.items())
+        notes.append(
+            f"After round {run.rounds} {run.algorithm.name} saw {values}; see metrics for each round."
+        )
     return notes
+
+
+def _observed(run: Run) -> dict[str, float]:
+    """Single numbers the algorithm shows of its last state, such as how many clusters it found and how pure."""
+    return {
+        metric: float(value)
+        for t, split, metric, value in run.history.blocks
+        if t == run.rounds and split == "server" and value.dim() == 0
+    }
 
 
 def prediction_notes(predictions: polars.DataFrame, client: str) -> list[str]:

@@ -147,3 +147,12 @@ def test_a_module_of_the_user_is_saved_and_predicts_when_given_again(tmp_path, w
     with pytest.raises(RunError, match="module of your own"):
         resume(tmp_path / "run")
     assert Predictor.load(tmp_path / "run", model=own())(table).equals(expected)
+
+
+def test_what_an_algorithm_sees_at_the_end_is_noted():
+    from coterie.report.tables import run_notes, run_summary
+
+    run = fit(federation(), make("pfl-tc", clusters=2), rounds=3)
+    assert {"clusters_found", "ari", "purity"} <= set(run_summary(run)["observed"])
+    assert "clusters_found 2" in run_notes(run)[-1]
+    assert run_notes(fit(federation(), make("fedavg"), rounds=3)) == []
