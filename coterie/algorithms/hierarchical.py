@@ -20,7 +20,8 @@ from coterie.theory.variance_components import EFFECTS, Components, Sums, maximu
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
-ESTIMATED_ROUNDS = 8  # in which the variances of a loss that is not quadratic are estimated anew
+MOST_VARIANCES = 16  # parameters up to which each has a variance of its own unless asked otherwise
+ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
 GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LAMBDAS = (0.1, 1.0, 10.0, 100.0)
 PAIRS = list(product(GAMMAS, LAMBDAS))
@@ -40,7 +41,9 @@ class Hierarchical(Algorithm):
     """
 
     choose: str = setting("auto", "how gamma and lambda are found", options=CHOICES)
-    effects: str = setting("each", "variances: the same, one each, or of the intercept only", options=EFFECTS)
+    effects: str = setting(
+        "auto", "variances: the same, one each, of the intercept", options=("auto", *EFFECTS)
+    )
     gamma: float = setting(1.0, "pull of a client to its cluster, where given", above=0, tune=GAMMAS)
     lambda_: float = setting(1.0, "pull of a cluster to the common centre, where given", low=0, tune=LAMBDAS)
     solver: str = setting("auto", "second derivatives or gradients", options=("auto", "newton", "gradient"))
@@ -75,7 +78,7 @@ class Hierarchical(Algorithm):
         sums, quadratic = self.sums(fed, replies), fed.model.has_statistics
         found = Components(s.noise, s.within.double(), s.between.double())
         if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not quadratic):
-            found = self.components(fed, sums)
+            found = self.components(fed, sums, found if s.within.any() else None)
         a, b = sums.xx / found.noise, sums.xy / found.noise
         spread = found.between.expand(found.within.shape)
         middle, common = centres(*lift(a, b, found.within[sums.clusters]), sums.clusters, spread)
@@ -111,7 +114,7 @@ class Hierarchical(Algorithm):
         common = middle.mean(0) if self.lambda_ == 0 else common.to(fed.dtype)
         return State(**{**s.fields(), "x": common, "centres": middle})
 
-    def components(self, fed: Federation, sums: Sums) -> Components:
+    def components(self, fed: Federation, sums: Sums, near: Components | None) -> Components:
         """The variances, by the way chosen; for losses other than least squares the noise is one."""
         choice, noise = self.choice(fed), None if fed.model.has_statistics else 1.0
         if choice == "given":
@@ -119,10 +122,11 @@ class Hierarchical(Algorithm):
         if choice == "validation":
             return self.validated(fed, sums)
         if choice == "moments":
-            effects = "same" if self.effects == "each" else self.effects
+            effects = self.effects if self.effects == "intercept" else "same"
             return _rounded(moments(sums, effects, noise=noise))
-        restricted = choice == "reml"
-        return _rounded(maximum_likelihood(sums, self.effects, noise=noise, restricted=restricted))
+        settings: Any = {"noise": noise, "restricted": choice == "reml", "near": near}
+        effects = ("each" if fed.d <= MOST_VARIANCES else "same") if self.effects == "auto" else self.effects
+        return _rounded(maximum_likelihood(sums, effects, **settings))
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """The pair of pulls with the lowest validation loss one step from here."""

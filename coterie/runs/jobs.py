@@ -81,14 +81,15 @@ def run_job(experiment: Experiment, plan: Plan, seed: int, folder: Path) -> None
 
 
 def _measured(experiment: Experiment, plan: Plan, seed: int) -> Table:
-    found = measure(plan.measure or "")(experiment.only(plan.key), seed)
+    found = dict(measure(plan.measure or "")(experiment.only(plan.key), seed))
+    curve = found.pop("curve", None)
     versions = {
         "coterie": coterie.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     metrics = {str(name): float(value) for name, value in found.items()}
-    return {"metrics": metrics, "clients": {}, "curve": None, "settings": {}, "environment": versions}
+    return {"metrics": metrics, "clients": {}, "curve": curve, "settings": {}, "environment": versions}
 
 
 def _trained(experiment: Experiment, plan: Plan, seed: int) -> Table:
@@ -296,7 +297,7 @@ def _check_arguments(name: str, made: Callable[..., Any], arguments: set[str], g
             raise SettingError(f"{name} needs the argument {argument!r}")
 
 
-def measure(reference: str) -> Callable[[Experiment, int], dict[str, float]]:
+def measure(reference: str) -> Callable[[Experiment, int], Table]:
     """A function of this package, or one an installed package offers as entry point `coterie.experiments`."""
     for entry in entry_points(group="coterie.experiments"):
         if reference in (entry.name, entry.value):

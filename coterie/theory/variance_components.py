@@ -124,8 +124,12 @@ def maximum_likelihood(
     per_cluster: bool = False,
     noise: float | None = None,
     restricted: bool = False,
+    near: Components | None = None,
 ) -> Components:
-    """The variances with the largest (restricted) likelihood; `noise` is estimated unless given."""
+    """The variances with the largest (restricted) likelihood; `noise` is estimated unless given.
+
+    The search starts from those of `near`, where there are such.
+    """
     from scipy.optimize import minimize
 
     k, d = sums.k, sums.xy.shape[-1]
@@ -147,11 +151,17 @@ def maximum_likelihood(
         assert logs.grad is not None
         return float(value.detach()), logs.grad.nan_to_num().numpy()
 
-    start = torch.zeros(1 + (levels + 1) * count, dtype=torch.float64).numpy()
+    start = torch.zeros(1 + (levels + 1) * count, dtype=torch.float64)
     low, high = math.log(_SMALLEST) - 1, 25.0
+    if near is not None:
+        first = torch.tensor([int((groups == group).nonzero()[0]) for group in range(count)])
+        known = torch.cat([near.within[:levels, first], near.between[None, first]]).flatten()
+        known = torch.cat([known.new_tensor([near.noise]), known])
+        sizes = torch.cat([scale[:1], scale[1:].repeat(levels + 1)])
+        start = (known / sizes).log().clamp(min=-5.0, max=high - 1)
     found = minimize(
         objective,
-        start,
+        start.numpy(),
         jac=True,
         method="L-BFGS-B",
         bounds=[(low, high)] * len(start),
