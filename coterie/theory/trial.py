@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ class TrueWorld:
     truth: list[Tensor]
     noise: list[float]
     covariance: Tensor
-    best_lambda: float  # around the shared model that so many clients can learn, where clients are alike
+    best_lambda: Tensor  # [n], around the shared model that so many clients can learn
     settings: dict[str, float | str]
 
     def federation(self, seed: int = 0) -> Federation:
@@ -71,8 +72,12 @@ def make_world(
     spread: float = 0.0,
     row_spread: float = 0.0,
     covariance: str = "identity",
+    aligned: bool = False,
 ) -> TrueWorld:
-    """Clients differ by log-normal factors of this spread in r2 and sigma2, and of `row_spread` in rows."""
+    """Clients differ by log-normal factors of this spread in r2 and sigma2, and of `row_spread` in rows.
+
+    `aligned` deviations lie along the directions in which features vary most.
+    """
     sigma = _covariance(draw, covariance, features)
     root = np.linalg.cholesky(sigma)
     centre = draw.normal(size=features)
@@ -81,6 +86,7 @@ def make_world(
     for _ in range(clients):
         rows = max(3, round(features / gamma * math.exp(row_spread * draw.normal())))
         own = draw.normal(size=features)
+        own = root @ own if aligned else own
         own *= math.sqrt(r2 * math.exp(spread * draw.normal())) / np.linalg.norm(own)
         level = math.sqrt(sigma2 * math.exp(spread * draw.normal()))
         x = draw.normal(size=(rows, features)) @ root.T
@@ -95,9 +101,10 @@ def make_world(
         "spread": spread,
     }
     settings |= {"sigma2": sigma2, "r2": r2, "centre2": centre2, "covariance": covariance}
-    ratio = features / len(xs[0])
-    reach = r2 + risk.centre_error(gamma=ratio, r2=r2, sigma2=sigma2, clients=clients).risk
-    best = sigma2 * ratio / reach
+    missing = risk.centre_error(gamma=gamma, r2=r2, sigma2=sigma2, clients=clients).risk
+    ratio = torch.tensor([features / len(x) for x in xs])
+    apart = torch.tensor([float((t - torch.from_numpy(centre)).square().sum()) for t in truth])
+    best = torch.tensor(noise) ** 2 * ratio / (apart + missing)
     return TrueWorld(xs, ys, truth, noise, torch.from_numpy(sigma), best, settings)
 
 
@@ -121,6 +128,17 @@ def true_risks(world: TrueWorld, advice: Advice) -> Tensor:
         ]
         risks.append([_risk(model, truth, world.covariance) for model in models])
     return torch.tensor(risks)
+
+
+def regret(world: TrueWorld, advice: Advice) -> float:
+    """By how much the mean risk of rtfa at the advised penalties exceeds that at each client's best, as a share."""
+    column = METHODS.index("rtfa")
+    found = true_risks(world, advice)[:, column]
+    best = found
+    for factor in 10.0 ** np.linspace(-1.5, 1.5, 9):
+        trial = dataclasses.replace(advice, lam_shared=factor * world.best_lambda)
+        best = torch.minimum(best, true_risks(world, trial)[:, column])
+    return float(found.mean() / best.mean() - 1)
 
 
 def _ridge(x: Tensor, y: Tensor, middle: Tensor, lam: float) -> Tensor:
