@@ -1,8 +1,8 @@
 """Personalized federated learning: every client gets the best model it can have.
 
-    fed = coterie.Federation.from_table("heart.csv", client="hospital", target="sick")
-    run = coterie.fit(fed, coterie.algorithms.Ditto(lr=0.1), rounds=200)
-    run.model("cleveland")
+>>> fed = coterie.Federation.from_table("heart.csv", client="hospital", target="sick")  # doctest: +SKIP
+>>> run = coterie.fit(fed, coterie.algorithms.Ditto(lr=0.1), rounds=200)  # doctest: +SKIP
+>>> run.model("cleveland")  # doctest: +SKIP
 """
 
 from __future__ import annotations

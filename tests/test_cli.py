@@ -27,7 +27,17 @@ KINDS = {"binary": "csv", "multiclass": "csv.gz", "regression": "parquet"}
 ROW = (
     "algorithm mean sd worst q25 median q75 improved harmed gain_low gain_high rounds mb_up mb_down seconds"
 ).split()
-COMMANDS = ("advise", "compare", "fit", "resume", "predict", "algorithms", "reproduce", "data", "data describe")
+COMMANDS = (
+    "advise",
+    "compare",
+    "fit",
+    "resume",
+    "predict",
+    "algorithms",
+    "reproduce",
+    "data",
+    "data describe",
+)
 
 
 @pytest.fixture(params=KINDS)

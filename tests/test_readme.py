@@ -70,5 +70,7 @@ def test_every_algorithm_has_its_page():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_example_runs(name):
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr

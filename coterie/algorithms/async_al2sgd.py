@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from coterie.algorithms.async_l2gd import AsyncL2GD, PerCluster, _next, _rows
+from coterie.algorithms.async_l2gd import AsyncL2GD, PerCluster, _rows
 from coterie.algorithms.base import setting
 from coterie.errors import SettingError
 from coterie.federation.client import Client
@@ -81,13 +81,13 @@ class AsyncAL2SGD(AsyncL2GD):
         return cls(**{**draft.settings(), **chosen, "a1": a1, "a2": a2, "b1": 1 - b2 * mu, "b2": b2})
 
     def start(self, fed: Federation) -> State:
-        return _next(super().start(fed), renewed=0)
+        return super().start(fed).replace(renewed=0)
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         s = super().round(fed, s, t)
         if fed.coin("renew", t) < self.rho:
             self.renew(fed, s)
-            s = _next(s, renewed=s.renewed + 1)
+            s = s.replace(renewed=s.renewed + 1)
         return s
 
     def renew(self, fed: Federation, s: State) -> None:

@@ -99,13 +99,13 @@ class AsyncL2GD(Algorithm):
         everyone, inside = self.toss(fed, t, len(s.steps))
         if everyone:
             self.communicate(fed, s, None)
-            return _next(s, rounds_global=s.rounds_global + 1)
+            return s.replace(rounds_global=s.rounds_global + 1)
         if not any(inside):
-            return _next(s, steps=s.steps + 1)
+            return s.replace(steps=s.steps + 1)
         talking = torch.tensor(inside, device=fed.device)
         self.communicate(fed, s, talking[fed.known_clusters()].nonzero().squeeze(-1))
         alone = s.steps + (~talking).unsqueeze(-1).to(s.steps)
-        return _next(s, steps=alone, rounds_within=s.rounds_within + sum(inside))
+        return s.replace(steps=alone, rounds_within=s.rounds_within + sum(inside))
 
     def toss(self, fed: Federation, t: int, clusters: int) -> tuple[bool, list[bool]]:
         """The coins of round t, known to all from the seed: does everyone talk, and which clusters inside."""
@@ -233,7 +233,3 @@ class AsyncL2GD(Algorithm):
 
 def _rows(values: Tensor, ids: Tensor | None) -> Tensor:
     return values if ids is None else values[ids]
-
-
-def _next(s: State, **changes: Any) -> State:
-    return State(**{**s.fields(), **changes})

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, get_type_hints
 from torch import Tensor
 
 from coterie.errors import SettingError, nearest
-from coterie.federation.federation import Federation, arguments
+from coterie.federation.calls import arguments
+from coterie.federation.federation import Federation
 from coterie.federation.state import State
 
 

@@ -124,11 +124,11 @@ class FLIX(Algorithm):
         if self.alpha == "auto" and not fed.has_rows("validation"):
             raise SettingError("flix: alpha='auto' chooses on validation rows, and there are none; give some")
         if self.solver == "diana":
-            s = _with(s, h=torch.zeros_like(x), shifted=self.shift == "zero")
+            s = s.replace(h=torch.zeros_like(x), shifted=self.shift == "zero")
         if self.solver == "adam":
-            s = _with(s, m=torch.zeros_like(x), v=torch.zeros_like(x), steps=0)
+            s = s.replace(m=torch.zeros_like(x), v=torch.zeros_like(x), steps=0)
         if self.average:
-            s = _with(s, mean=x, count=0)
+            s = s.replace(mean=x, count=0)
         compressor(self.compressor).check(fed.d)
         fed.map(self.begin)
         return s
@@ -220,7 +220,7 @@ class FLIX(Algorithm):
         if len(r) == 0:
             return s
         x = Mixture(s.alpha[r.ids], r["smoothness"], torch.zeros(len(r))).average(r["x"])
-        return _with(s, x=x, ready=True, **({"mean": x} if self.average else {}))
+        return s.replace(x=x, ready=True, **({"mean": x} if self.average else {}))
 
     def _slope(self, fed: Federation, s: State, t: int) -> tuple[State, Tensor]:
         """The server's estimate g of the gradient at x, and the state with what came along."""
@@ -231,11 +231,11 @@ class FLIX(Algorithm):
             return self._heard(s, r), r.mean(self._name, uniform=True)
         if not s.shifted:
             r = fed.map(self.shifts, x=s.x, each=self._each(s, None))
-            s = _with(s, h=r.values.sum(0) / fed.n if len(r) else s.h, shifted=True)
+            s = s.replace(h=r.values.sum(0) / fed.n if len(r) else s.h, shifted=True)
         r = fed.map(self.shifted_slope, **sent, compress=self.compressor)
         mean = r.mean(self._name, uniform=True)
         g = s.h + mean
-        return _with(self._heard(s, r), h=s.h + self._beta(fed.d) * mean * (len(r) / fed.n)), g
+        return self._heard(s, r).replace(h=s.h + self._beta(fed.d) * mean * (len(r) / fed.n)), g
 
     def _step(self, fed: Federation, s: State, g: Tensor, t: int) -> State:
         """One step along g, after a look at whether the steps so far diverge."""
@@ -253,12 +253,12 @@ class FLIX(Algorithm):
         if self.solver == "adam":
             steps = s.steps + 1
             m, v = 0.9 * s.m + 0.1 * g, 0.999 * s.v + 0.001 * g * g
-            s = _with(s, m=m, v=v, steps=steps)
+            s = s.replace(m=m, v=v, steps=steps)
             g = (m / (1 - 0.9**steps)) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8)
         x = s.x - lr * g
         if self.average:
-            s = _with(s, mean=(s.count * s.mean + x) / (s.count + 1), count=s.count + 1)
-        return _with(s, x=x, first=first)
+            s = s.replace(mean=(s.count * s.mean + x) / (s.count + 1), count=s.count + 1)
+        return s.replace(x=x, first=first)
 
     def _theory_step(self, fed: Federation, s: State) -> float:
         """From the smoothness of the clients that told it; 0 where nobody did or nothing curves."""
@@ -272,13 +272,13 @@ class FLIX(Algorithm):
         """What clients told of their smoothness."""
         if len(r) == 0:
             return s
-        return _with(s, smoothness=r.put(s.smoothness.unsqueeze(-1), "smoothness").squeeze(-1))
+        return s.replace(smoothness=r.put(s.smoothness.unsqueeze(-1), "smoothness").squeeze(-1))
 
     def _heard(self, s: State, r: Replies) -> State:
         """What clients reported of their choice of alpha."""
         if self.alpha != "auto" or len(r) == 0:
             return s
-        return _with(s, alpha=r.put(s.alpha.to(r["alpha"]).unsqueeze(-1), "alpha").squeeze(-1))
+        return s.replace(alpha=r.put(s.alpha.to(r["alpha"]).unsqueeze(-1), "alpha").squeeze(-1))
 
     @property
     def _name(self) -> str:
@@ -350,10 +350,6 @@ class FLIX(Algorithm):
                     break
             x = torch.where(active, x - self.local_lr * client.grad(x), x)
         return x
-
-
-def _with(s: State, **changes: Any) -> State:
-    return State(**{**s.fields(), **changes})
 
 
 def _read_alpha(alpha: Any) -> Alpha:

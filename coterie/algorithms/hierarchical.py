@@ -112,7 +112,7 @@ class Hierarchical(Algorithm):
         middle[present] = (penalty.alpha * common + (1 - penalty.alpha) * inside).to(fed.dtype)
         fed.exchange("centres", "cluster-server", down=middle, up=middle)
         common = middle.mean(0) if self.lambda_ == 0 else common.to(fed.dtype)
-        return State(**{**s.fields(), "x": common, "centres": middle})
+        return s.replace(x=common, centres=middle)
 
     def components(self, fed: Federation, sums: Sums, near: Components | None) -> Components:
         """The variances, by the way chosen; for losses other than least squares the noise is one."""

@@ -157,7 +157,9 @@ class Client:
         if statistics is not None:
             return statistics[0]
         if not hasattr(self._shard.model, "hessian"):
-            raise SettingError("the Hessian of a network is not formed; use a method that needs gradients only")
+            raise SettingError(
+                "the Hessian of a network is not formed; use a method that needs gradients only"
+            )
         return self._over_rows(self._shard.model.hessian, x)
 
     def smoothness(self) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from coterie.errors import SettingError
 from coterie.federation import randomness
 from coterie.federation.byzantine import Attack, as_attacks, corrupt
+from coterie.federation.calls import arguments, occurrences, payload
 from coterie.federation.compressors import Compressor, compressor
 from coterie.federation.ledger import INSIDE, Entry, Ledger
 from coterie.federation.parcels import Parcel
@@ -370,40 +369,3 @@ class Federation:
     def enter_round(self, t: int, state: State | None) -> None:
         """Called by the training loop before each round: sets the coordinates of all draws."""
         self.round, self._calls, self._state = t, 0, state
-
-
-def payload(values: Iterable[Any]) -> tuple[int, int]:
-    """Floats and bytes of what is sent; a plain number is one float of eight bytes."""
-    floats, size = 0, 0
-    for value in values:
-        count, each = (value.numel(), value.element_size()) if isinstance(value, Tensor) else (1, 8)
-        floats, size = floats + count, size + count * each
-    return floats, size
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)[1:]
-
-
-def arguments(method: Callable[..., Any], state: State) -> dict[str, Any]:
-    """The state fields that a phase takes, by name (its first parameter is the client)."""
-    names = _parameters(method.__func__)[1:]  # type: ignore[attr-defined]
-    missing = [name for name in names if name not in state]
-    if missing:
-        raise SettingError(f"{method.__qualname__} asks for {missing}, which {state} does not have")
-    return {name: getattr(state, name) for name in names}
-
-
-def occurrences(ids: Tensor | None) -> Tensor | None:
-    """For ids that repeat, how often each was seen before; None when all differ."""
-    if ids is None or len(ids) < 2:
-        return None
-    ordered, order = ids.sort(stable=True)
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    if first.all():
-        return None
-    place = torch.arange(len(ids), device=ids.device)
-    group_start = torch.where(first, place, 0).cummax(0).values
-    return torch.empty_like(ids).index_copy_(0, order, place - group_start)

@@ -38,6 +38,10 @@ class State:
         """All fields by name."""
         return dict(self.__dict__)
 
+    def replace(self, **changes: Value) -> State:
+        """The same state with some fields changed or added."""
+        return State(**{**self.__dict__, **changes})
+
     def tensors(self) -> dict[str, Tensor]:
         return {k: v for k, v in self.__dict__.items() if isinstance(v, Tensor)}
 

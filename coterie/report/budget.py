@@ -35,7 +35,11 @@ def plan_tables(plan: Plan) -> list[str | Table]:
         f"--set {name}={getattr(plan.algorithm, name)}"
         for name in ("alpha", "solver", "compressor", "start_at", "lr")
     )
-    return [table, words, f"The same as a run: coterie fit ... --l2 X --algorithm flix --rounds {plan.rounds} {how}"]
+    return [
+        table,
+        words,
+        f"The same as a run: coterie fit ... --l2 X --algorithm flix --rounds {plan.rounds} {how}",
+    ]
 
 
 def plan_plot(plan: Plan, bound: Sequence[float], measured: Sequence[float]) -> Any:

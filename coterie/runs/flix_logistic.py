@@ -22,7 +22,6 @@ from coterie.data.readers import libsvm
 from coterie.federation import randomness
 from coterie.federation.compressors import compressor
 from coterie.federation.federation import Federation
-from coterie.federation.state import State
 from coterie.runs.experiments import Experiment, shared_data
 from coterie.runs.plan import Watched
 from coterie.theory import flix as theory
@@ -74,7 +73,7 @@ class Problem:
         fed.runtime.store.write("own", None, self.own)
         fed.enter_round(0, None)
         s = algorithm.start(fed)
-        s = State(**{**s.fields(), "x": self.x0})
+        s = s.replace(x=self.x0)
         yield s.x
         for t in range(1, rounds + 1):
             fed.enter_round(t, s)

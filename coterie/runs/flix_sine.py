@@ -11,7 +11,6 @@ from torch import Tensor
 
 from coterie import models
 from coterie.algorithms.base import setting
-from coterie.algorithms.flix import _with
 from coterie.federation import randomness
 from coterie.federation.client import Client
 from coterie.federation.federation import Federation
@@ -31,7 +30,7 @@ class LineSearch(Watched):
     stop: float = setting(1e-3, "gradient norm at which the shared model stops", above=0)
 
     def start(self, fed: Federation) -> State:
-        return _with(super().start(fed), rate=1.0, done=False)
+        return super().start(fed).replace(rate=1.0, done=False)
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         if s.done or self.alpha == 0.0:
@@ -39,13 +38,13 @@ class LineSearch(Watched):
         g = fed.map(self.slope, x=s.x).mean(uniform=True)
         size = float(g @ g)
         if math.sqrt(size) <= self.stop:
-            return _with(s, done=True)
+            return s.replace(done=True)
         now, rate = self._objective(fed, s.x), 2.0 * s.rate
         for _ in range(HALVINGS):
             if self._objective(fed, s.x - rate * g) <= now - 0.5 * rate * size:
-                return _with(s, x=s.x - rate * g, rate=rate)
+                return s.replace(x=s.x - rate * g, rate=rate)
             rate /= 2
-        return _with(s, done=True)
+        return s.replace(done=True)
 
     def _objective(self, fed: Federation, x: Tensor) -> float:
         return float(fed.map(self.mixed_loss, x=x).mean(uniform=True))

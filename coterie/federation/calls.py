@@ -1,0 +1,51 @@
+"""What a call of a phase needs to know: which state fields it takes, who is visited twice, what it weighs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import SettingError
+from coterie.federation.state import State
+
+
+def payload(values: Iterable[Any]) -> tuple[int, int]:
+    """Floats and bytes of what is sent; a plain number is one float of eight bytes."""
+    floats, size = 0, 0
+    for value in values:
+        count, each = (value.numel(), value.element_size()) if isinstance(value, Tensor) else (1, 8)
+        floats, size = floats + count, size + count * each
+    return floats, size
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[1:]
+
+
+def arguments(method: Callable[..., Any], state: State) -> dict[str, Any]:
+    """The state fields that a phase takes, by name (its first parameter is the client)."""
+    names = _parameters(method.__func__)[1:]  # type: ignore[attr-defined]
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise SettingError(f"{method.__qualname__} asks for {missing}, which {state} does not have")
+    return {name: getattr(state, name) for name in names}
+
+
+def occurrences(ids: Tensor | None) -> Tensor | None:
+    """For ids that repeat, how often each was seen before; None when all differ."""
+    if ids is None or len(ids) < 2:
+        return None
+    ordered, order = ids.sort(stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    if first.all():
+        return None
+    place = torch.arange(len(ids), device=ids.device)
+    group_start = torch.where(first, place, 0).cummax(0).values
+    return torch.empty_like(ids).index_copy_(0, order, place - group_start)
