@@ -50,10 +50,18 @@ def uniform(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def number(*coordinates: int | str) -> float:
     """One draw from [0, 1) without tensors: `uniform(key(*coordinates))` at a tenth of the time."""
+    folded = _folded(coordinates[:-2])
+    for coordinate in coordinates[-2:]:
+        folded = _mix_int(folded + _step(coordinate))
+    return ((folded >> 11) & 0x1FFFFFFFFFFFFF) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=64)
+def _folded(coordinates: tuple[int | str, ...]) -> int:
     folded = 0
     for coordinate in coordinates:
         folded = _mix_int(folded + _step(coordinate))
-    return ((folded >> 11) & 0x1FFFFFFFFFFFFF) * 2.0**-53
+    return folded
 
 
 def normal(keys: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -47,6 +47,8 @@ class Linear(Glm):
 
     def grad_from(self, stats: Statistics, w: Tensor) -> Tensor:
         """A w - b, [..., d]."""
+        if w.dim() == 2:
+            return torch.baddbmm(stats[1].unsqueeze(1), w.unsqueeze(1), stats[0], beta=-1).squeeze(1)
         return _times(w, stats[0]).sub_(stats[1])
 
     def solve_from(self, stats: Statistics, w: Tensor, pull: float = 0.0) -> Tensor:
