@@ -89,6 +89,7 @@ class AsyncL2GD(Algorithm):
         return State(
             pulls=torch.cat(pulls, -1).to(fed.dtype),
             weights=torch.cat([penalty.gamma, weight], -1).to(fed.dtype),
+            alpha=penalty.alpha.to(fed.dtype),
             rate=coins.alone.to(fed.dtype)[penalty.clusters],
             steps=torch.zeros(len(coins.p), 1, dtype=fed.dtype, device=fed.device),
             rounds_global=0,
@@ -136,10 +137,11 @@ class AsyncL2GD(Algorithm):
     def means(self, s: State, models: Tensor, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """The common mean [d] and those of the clusters [k, d] over the clients that answered."""
         tiny = torch.finfo(models.dtype).tiny
-        near, far = _rows(s.weights, ids).split(1, -1)
-        total = group_sum(near, clusters, len(s.steps)).clamp_(min=tiny)
-        inside = group_sum(near * models, clusters, len(s.steps)).div_(total)
-        return (far * models).sum(0) / far.sum().clamp_(min=tiny), inside
+        near = _rows(s.weights, ids)[:, :1]
+        total = group_sum(near, clusters, len(s.steps))
+        sums = group_sum(near * models, clusters, len(s.steps))
+        common = (s.alpha * sums).sum(0) / (s.alpha * total).sum().clamp_(min=tiny)
+        return common, sums / total.clamp_(min=tiny)
 
     def exchange(self, fed: Federation, inside: Tensor) -> None:
         """Meter what cluster heads and server exchange: a mean up and the common one down for each."""

@@ -33,7 +33,7 @@ def table1(experiment: Experiment, seed: int) -> Numbers:
     data = hierarchical_linear(rows=plan.settings["rows"], seed=seed)
     sums = Sums.of(data.xs, data.ys, _known(data.clusters))
     pull = exact.cross_validated_pull(data.xs, data.ys)
-    fed = Federation.from_clients(data, models.linear(reduction="sum"))
+    fed = Federation.from_clients(data, models.linear(reduction="sum"), seed=seed)
     coins = make("async-l2gd", coins="one", lr=1e-4, p0=0.1, gamma=1.0, lambda_=1.0)
     run = fit(fed, coins, rounds=plan.rounds, evaluate_every=0)
     ones = Penalty.of(_known(data.clusters), 1.0, lambda_=1.0)
@@ -82,7 +82,7 @@ def communications(experiment: Experiment, seed: int) -> Numbers:
 
     plan = experiment.plans[0]
     data = hierarchical_linear(clusters=4, clients=5, features=5, rows=20, noise=0.5, seed=seed)
-    fed = Federation.from_clients(data, models.linear(l2=0.05))
+    fed = Federation.from_clients(data, models.linear(l2=0.05), seed=seed)
     method: type[AsyncL2GD] = AsyncAL2SGD if plan.settings["algorithm"] == "async-al2sgd+" else AsyncL2GD
     algorithm = method.from_theory(fed, gamma=0.5, lambda_=1.0, batch=0)
     algorithm = algorithm.replace(lr=algorithm.lr * plan.settings.get("step", 1.0))  # type: ignore[assignment]
