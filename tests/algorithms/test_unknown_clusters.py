@@ -197,7 +197,7 @@ def test_section_four():
 
 
 def test_common_points_find_what_own_points_do_not():
-    """On section 4's data the cluster models reach the optima; at own points an error of hundreds stays."""
+    """On this data set of section 4 (not on all: see the experiment) the cluster models reach the optima."""
     algorithm = make("pfl-tc", clusters=4, rule="size", batch=0)
     common = fit(figure_one(1), algorithm, rounds=120, evaluate_every=0)
     own = fit(figure_one(1), algorithm.replace(at="own"), rounds=120, evaluate_every=0)

@@ -37,6 +37,13 @@ def test_figure_two_measures_every_row():
     assert names_of(experiment) <= set(found) and found["pfl-tc slope"] < 0
 
 
+@pytest.mark.slow
+def test_the_error_falls_like_one_over_the_cluster_size():
+    """B6.2: log-log slope between -1.3 and -0.6, flat for training alone."""
+    found = cluster_sizes(shortened("fig2", tries=3, rounds=200), 5)
+    assert -1.3 < found["pfl-tc slope"] < -0.6 and abs(found["standalone slope"]) < 0.2
+
+
 def test_rules_measure_every_row():
     experiment = shortened("rules", tries=2)
     assert names_of(experiment) <= set(measure(experiment, 3))
