@@ -31,6 +31,7 @@ COMMANDS = (
     "advise",
     "compare",
     "fit",
+    "plan",
     "resume",
     "predict",
     "algorithms",
