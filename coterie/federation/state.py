@@ -40,7 +40,9 @@ class State:
 
     def replace(self, **changes: Value) -> State:
         """The same state with some fields changed or added."""
-        return State(**{**self.__dict__, **changes})
+        changed = State(**changes)
+        changed.__dict__.update({**self.__dict__, **changes})
+        return changed
 
     def tensors(self) -> dict[str, Tensor]:
         return {k: v for k, v in self.__dict__.items() if isinstance(v, Tensor)}
