@@ -7,7 +7,7 @@ Lyu, Hanzely, Kolar, "Personalized Federated Learning with Multiple Known Cluste
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,8 +203,6 @@ def cross_validated_pull(
     range_: tuple[float, float] = (1e-3, 1e3),
 ) -> float:
     """The pull of `one_centre` with the least squared error on held-out rows, `folds` parts of every client's rows."""
-    from scipy.optimize import minimize_scalar
-
     sums = [fold_sums(x, y, folds, seed + i) for i, (x, y) in enumerate(zip(xs, ys, strict=True))]
     a, b = (torch.stack(part, 1) for part in zip(*sums, strict=True))  # [folds, n, ...]
     values, vectors = torch.linalg.eigh(a.sum(0) - a)
@@ -217,10 +215,24 @@ def cross_validated_pull(
             total += float((t * (times(a[fold], t) - 2 * b[fold])).sum())
         return total
 
-    found = minimize_scalar(
-        error, bounds=tuple(map(math.log, range_)), method="bounded", options={"xatol": 0.01}
-    )
-    return math.exp(found.x)
+    return math.exp(_golden_section(error, math.log(range_[0]), math.log(range_[1]), 0.01))
+
+
+def _golden_section(function: Callable[[float], float], low: float, high: float, width: float) -> float:
+    """The minimiser of a function that falls and then rises, to within `width`."""
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = function(left), function(right)
+    while high - low > width:
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = function(right)
+    return 0.5 * (low + high)
 
 
 def fold_sums(x: Tensor, y: Tensor, folds: int, seed: int) -> tuple[Tensor, Tensor]:
