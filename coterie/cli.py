@@ -6,12 +6,28 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coterie import __version__
-from coterie.errors import CoterieError, DataError, SettingError, nearest
+from coterie.cli_arguments import (
+    ClientOption,
+    ClusterOption,
+    DropOption,
+    JsonOption,
+    L2Option,
+    RoundsOption,
+    RunArgument,
+    TableArgument,
+    TargetOption,
+    TaskOption,
+    assignments,
+    find_table,
+    require_place,
+    write_json,
+)
+from coterie.errors import CoterieError, SettingError
 from coterie.report import console
 
 if TYPE_CHECKING:
@@ -30,36 +46,6 @@ data_app = typer.Typer(
     epilog="Example: coterie data describe heart_disease --client hospital --target sick",
 )
 app.add_typer(data_app, name="data")
-
-TableArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TABLE", help="CSV (plain or compressed), Parquet, or a bundled set such as heart_disease"
-    ),
-]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run folder that `coterie fit` made")]
-ClientOption = Annotated[str, typer.Option(metavar="COLUMN", help="column that names the client of a row")]
-TargetOption = Annotated[str, typer.Option(metavar="COLUMN", help="column to predict")]
-ClusterOption = Annotated[
-    str | None, typer.Option(metavar="COLUMN", help="column that names the client's known cluster")
-]
-TaskOption = Annotated[
-    str | None,
-    typer.Option(metavar="TASK", help="classification or regression; guessed from the target if not given"),
-]
-DropOption = Annotated[
-    list[str] | None, typer.Option(metavar="COLUMN", help="column to leave out (may be repeated)")
-]
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="also write the result to this file")
-]
-L2Option = Annotated[
-    float | None,
-    typer.Option(
-        "--l2", min=0, metavar="X", help="ridge of this strength instead of the usual model; no intercept"
-    ),
-]
-RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 
 def _version(asked: bool) -> None:
@@ -102,11 +88,11 @@ def compare(
     from coterie.report.tables import comparison_tables
     from coterie.runs.compare import compare as run_comparison
 
-    _require_place(json)
+    require_place(json)
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     with console.progress() as watch:
         comparison = run_comparison(
-            _source(table),
+            find_table(table),
             client,
             target,
             cluster=cluster,
@@ -121,7 +107,7 @@ def compare(
         )
     console.notes(comparison.warnings)
     console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
-    _write_json(json, comparison.json())
+    write_json(json, comparison.json())
     if out is not None:
         console.show(f"Written to {out}")
 
@@ -144,12 +130,12 @@ def advise(
     from coterie.report.advice import advice_tables
     from coterie.theory.advisor import advise as give_advice
 
-    _require_place(json)
-    fed = load_table(_source(table), client, target, task=task, drop=drop or (), seed=seed)
+    require_place(json)
+    fed = load_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed)
     console.notes(fed.table.warnings)
     advice = give_advice(fed, probe)
     console.show(*advice_tables(advice))
-    _write_json(json, advice.json())
+    write_json(json, advice.json())
 
 
 @app.command(epilog="Example: coterie fit heart_disease --client hospital --target sick --out heart")
@@ -192,10 +178,10 @@ def fit(
     from coterie.runs.fit import fit as train
     from coterie.runs.plan import rounds_within_budget
 
-    method = make(algorithm, **_assignments(settings or []))
-    _require_place(json)
+    method = make(algorithm, **assignments(settings or []))
+    require_place(json)
     fed = load_table(
-        _source(table),
+        find_table(table),
         client,
         target,
         cluster=cluster,
@@ -254,12 +240,12 @@ def plan(
     from coterie.runs import plan as plans
 
     for place in (json, plot):
-        _require_place(place)
-    fed = load_table(_source(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2)
+        require_place(place)
+    fed = load_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2)
     console.notes(fed.table.warnings)
     chosen = plans.plan(fed, accuracy, rounds=rounds, megabytes=budget_mb, solver=solver, encoding=compressor)
     console.show(*plan_tables(chosen))
-    _write_json(json, chosen.json())
+    write_json(json, chosen.json())
     if plot is not None:
         save_plot(plot, plan_plot(chosen, *plans.measure(fed, chosen, max(chosen.rounds, 2))))
 
@@ -275,7 +261,7 @@ def resume(
     """Go on with an interrupted run; the result is the same as without the interruption."""
     from coterie.runs.fit import resume as go_on
 
-    _require_place(json)
+    require_place(json)
     with _resumable(run), console.progress() as watch:
         finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name))
     _finished(finished, json)
@@ -298,15 +284,15 @@ def predict(
     from coterie.runs import files
     from coterie.runs.predict import Predictor
 
-    source = _source(table)
+    source = find_table(table)
     for place in (out, json):
-        _require_place(place, other_than=source)
+        require_place(place, other_than=source)
     if out is not None and out.suffix not in (".csv", ".parquet", ".pq"):
         raise SettingError(f"--out {out}: give it a name that ends in .csv or .parquet")
     predictor = Predictor.load(run)
     predictions = predictor(source)
     console.notes(prediction_notes(predictions, predictor.client_column))
-    _write_json(json, predictions.to_dicts())
+    write_json(json, predictions.to_dicts())
     if out is None:
         typer.echo(predictions.write_csv(), nl=False)
         return
@@ -325,14 +311,14 @@ def algorithms(
     from coterie.algorithms import all_algorithms, find
     from coterie.report.tables import algorithm_page, algorithms_table, describe_algorithm
 
-    _require_place(json)
+    require_place(json)
     if name is None:
         known = list(all_algorithms().values())
         console.show(algorithms_table(known))
-        _write_json(json, [describe_algorithm(cls) for cls in known])
+        write_json(json, [describe_algorithm(cls) for cls in known])
     else:
         console.show(*algorithm_page(find(name)))
-        _write_json(json, describe_algorithm(find(name)))
+        write_json(json, describe_algorithm(find(name)))
 
 
 @data_app.command(epilog="Example: coterie data describe heart_disease --client hospital --target sick")
@@ -349,8 +335,8 @@ def describe(
     from coterie.data import tables
     from coterie.report.tables import description_tables
 
-    _require_place(json)
-    source = _source(table)
+    require_place(json)
+    source = find_table(table)
     frame = tables.read(source)
     spec = tables.check(
         frame, client, target, cluster=cluster, drop=drop or (), task=task, source=str(source)
@@ -358,7 +344,7 @@ def describe(
     description = tables.describe(frame, spec)
     console.notes(spec.warnings)
     console.show(*description_tables(description))
-    _write_json(json, description)
+    write_json(json, description)
 
 
 @app.command(epilog="Example: coterie reproduce known-clusters/baselines --check")
@@ -386,7 +372,7 @@ def reproduce(
     with console.progress() as watch:
         result = experiments.reproduce(name, quick=quick, out=out, jobs=jobs, watch=watch)
     console.show(result.table())
-    _write_json(json, result.json())
+    write_json(json, result.json())
     if check and not result.ok:
         raise typer.Exit(1)
 
@@ -406,43 +392,6 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as problem:
         console.error(f"{problem.filename or 'a file'}: {problem.strerror or problem}")
         sys.exit(2)
-
-
-def _source(table: str) -> str | Path:
-    """A path, or the bundled table of that name."""
-    from coterie.data import bundled
-
-    path = Path(table)
-    if path.exists() or path.suffix:
-        return table
-    if table in bundled.names():
-        return bundled.path(table)
-    raise DataError(f"{table}: no such file or bundled table.{nearest(table, bundled.names())}")
-
-
-def _require_place(path: Path | None, other_than: str | Path = "") -> None:
-    """Refuse, before any work is done, an output file that cannot be written or is the input."""
-    from coterie.runs import files
-
-    if path is None:
-        return
-    if path.is_dir():
-        raise SettingError(f"{path} is a folder; name a file to write")
-    if path.exists() and other_than and path.samefile(other_than):
-        raise SettingError(f"{path} is the table itself; name another file to write")
-    files.require_writable(path)
-
-
-def _assignments(pairs: list[str]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or not name:
-            raise SettingError(f"--set {pair!r}: write name=value, for example --set lr=0.1")
-        if name in values:
-            raise SettingError(f"--set {pair!r}: {name} was set before; set it once")
-        values[name] = value
-    return values
 
 
 def _rounds(watch: Callable[[str, int, int], None], what: str) -> Callable[[int, int], None]:
@@ -465,14 +414,7 @@ def _finished(run: Run, json: Path | None) -> None:
 
     console.notes(run_notes(run))
     console.show(run_table(run), f"Run folder: {run.folder}")
-    _write_json(json, run_summary(run))
-
-
-def _write_json(path: Path | None, value: Any) -> None:
-    if path is not None:
-        from coterie.runs import files
-
-        files.write_json(path, value)
+    write_json(json, run_summary(run))
 
 
 if __name__ == "__main__":
