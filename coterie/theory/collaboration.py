@@ -1,0 +1,67 @@
+"""Weights between clients: which pairs are looked at, how models are mixed, how near the truth the weights are."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+MIXED_AT_ONCE = 1 << 26  # elements held in double precision
+
+
+@functools.lru_cache(maxsize=8)
+def all_pairs(n: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
+    """Both ends of every pair of n clients, i < j or (ordered) i != j."""
+    i, j = torch.triu_indices(n, n, 1).unbind()
+    return (torch.cat([i, j]), torch.cat([j, i])) if ordered else (i, j)
+
+
+def laplacian(weights: Tensor) -> Tensor:
+    """diag(W 1) - W, in which the diagonal of W does not count."""
+    between = weights - torch.diag(weights.diagonal())
+    return torch.diag(between.sum(-1)) - between
+
+
+def mixed(weights: Tensor, models: Tensor) -> Tensor:
+    """weights [m, n] times models [n, d] at the models' full precision, also where matrix products are rounded."""
+    if not models.is_cuda or models.dtype == torch.float64:
+        return weights.to(models.dtype) @ models
+    result = models.new_empty(len(weights), models.shape[1])
+    width = max(1, MIXED_AT_ONCE // len(models))
+    for part, place in zip(models.split(width, 1), result.split(width, 1), strict=True):
+        place.copy_(weights.double() @ part.double())
+    return result
+
+
+def both_ends(ends: Tensor, answered: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which pairs have both answers, and where: `ends` [2 P] were asked in this order, `answered` replied.
+
+    A client that left some of its visits unanswered is not believed in any, since which ones it left out is not
+    known. Returns the pairs [k] and the rows of both answers [k].
+    """
+    whole = torch.bincount(ends, minlength=n) == torch.bincount(answered, minlength=n)
+    usable = whole[ends]
+    row_of_usable = whole[answered].nonzero().squeeze(-1)
+    place = usable.cumsum(0) - 1
+    first, second = usable.chunk(2)
+    pairs = (first & second).nonzero().squeeze(-1)
+    return pairs, row_of_usable[place[pairs]], row_of_usable[place[pairs + len(first)]]
+
+
+def weight_quality(weights: Tensor, truth: Tensor | None, simplex: bool = False) -> dict[str, Tensor]:
+    """Mean weight inside and between true clusters, and recovery, which is 1 when W is the truth.
+
+    Recovery is 1 - mean |w_ij - w*_ij| over pairs, w* being 1 inside a cluster and 0 outside; on the simplex it
+    is the mass of a row that stays inside its cluster, oneself included.
+    """
+    if truth is None or len(weights) < 2:
+        return {}
+    truth = truth.to(weights.device)
+    same = truth.unsqueeze(1) == truth
+    other = ~torch.eye(len(weights), dtype=torch.bool, device=weights.device)
+    inside, outside = weights[same & other], weights[~same]
+    right = weights.masked_fill(~same, 0).sum() / len(weights)
+    if not simplex:
+        right = 1 - (weights - same.to(weights.dtype))[other].abs().mean()
+    return {"inside": inside.mean(), "between": outside.mean(), "recovery": right}
