@@ -1,4 +1,4 @@
-"""A run on disk: config.toml, environment.json, metrics.parquet, ledger.parquet, checkpoint/, models/."""
+"""A run on disk: config.toml, environment.json, clients.json, metrics.parquet, ledger.parquet, checkpoint/, models/."""
 
 from __future__ import annotations
 
@@ -141,8 +141,10 @@ class RunFolder:
     def finish(self, run: Run) -> None:
         """Models, tables and, last, the result that marks the run as complete."""
         from coterie.runs.predict import save_models
+        from coterie.runs.roster import Roster
 
         save_models(self.path / "models", run)
+        Roster.of(run.fed).save(self.path)
         traces = run.history.traces(run.fed.n)
         if traces:
             files.write_tensors(self.path / "traces.safetensors", traces)
