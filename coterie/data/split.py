@@ -38,18 +38,22 @@ class Split:
 
 
 def split_rows(
-    sizes: Tensor, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2), seed: int = 0
+    sizes: Tensor,
+    fractions: tuple[float, float, float] = (0.6, 0.2, 0.2),
+    seed: int = 0,
+    ids: Tensor | None = None,
 ) -> Split:
     """Cut the rows of every client by the order of hash(seed, "split", client, row).
 
-    `sizes` [n] counts the rows of each client. A client's cut depends on its index and size only, its
-    test rows do not move when the validation fraction changes, and it always trains on a row or more.
+    `sizes` [n] counts the rows of each client, whose indices are 0, 1, ... unless `ids` [n] says otherwise. A
+    client's cut depends on its index and size only, its test rows do not move when the validation fraction
+    changes, and it always trains on a row or more.
     """
     _require_fractions(fractions)
     sizes = sizes.to(torch.int64)
     test, validation = _counts(sizes, fractions)
     client = torch.repeat_interleave(sizes)
-    rank = _rank(client, sizes, seed)
+    rank = _rank(client, sizes, seed, ids)
     in_test = rank < test[client]
     in_validation = ~in_test & (rank < (test + validation)[client])
     return Split(
@@ -76,11 +80,12 @@ def _counts(sizes: Tensor, fractions: tuple[float, float, float]) -> tuple[Tenso
     return test, validation
 
 
-def _rank(client: Tensor, sizes: Tensor, seed: int) -> Tensor:
+def _rank(client: Tensor, sizes: Tensor, seed: int, ids: Tensor | None) -> Tensor:
     """Place of each row among the rows of its client, ordered by hash."""
     position = torch.arange(len(client), device=sizes.device)
     first = (sizes.cumsum(0) - sizes)[client]
-    keys = randomness.key(seed, "split", client, position - first)
+    index = client if ids is None else ids[client]
+    keys = randomness.key(seed, "split", index, position - first)
     by_key = torch.argsort(keys, stable=True)
     by_client = by_key[torch.argsort(client[by_key], stable=True)]
     rank = torch.empty_like(position)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie.data.clients import Clients
-from coterie.data.rows import Rows
+from coterie.data.rows import Augment, Rows
 from coterie.data.split import split_rows
 from coterie.errors import DataError
 from coterie.federation.federation import Federation
@@ -72,31 +73,52 @@ def from_rows(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     loop: bool = False,
+    augment: Augment | None = None,
     **more: Any,
 ) -> Federation:
-    """Rows of all clients one after the other, `sizes` [n] of them each."""
+    """Rows of all clients one after the other, `sizes` [n] of them each; `augment` changes minibatches."""
     device = torch.device("cpu" if device is None else device)
     model = model.fit_to(x, y)
-    x = model.prepare(x)
-    if model.task != "multiclass":
-        y = y.to(dtype)
-    parts = split_rows(sizes, split, seed)
-    splits = {
-        name: Rows(x[part.order], y[part.order], part.start, part.size).to(device)
-        for name, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test))
-    }
     clusters = None if clusters is None else clusters.to(device)
+    shard = make_shard(x, y, sizes, model, clusters, split, seed, dtype, device, loop, augment=augment)
     return Federation(
-        Shard(splits, model, seed, dtype, clusters, loop=loop),
+        shard,
         model=model,
         names=names,
-        rows={name: part.size for name, part in splits.items()},
+        rows={name: part.size for name, part in shard.splits.items()},
         clusters=clusters,
         seed=seed,
         dtype=dtype,
         device=device,
         **more,
     )
+
+
+def make_shard(
+    x: Tensor,
+    y: Tensor,
+    sizes: Tensor,
+    model: Model,
+    clusters: Tensor | None,
+    split: tuple[float, float, float],
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    loop: bool = False,
+    ids: Tensor | None = None,
+    augment: Augment | None = None,
+) -> Shard:
+    """Clients in one place, their rows split by the hash; `ids` are their indices in the federation."""
+    x = model.prepare(x)
+    if model.task != "multiclass":
+        y = y.to(dtype)
+    parts = split_rows(sizes, split, seed, ids)
+    splits = {
+        name: Rows(x[part.order], y[part.order], part.start, part.size).to(device)
+        for name, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test))
+    }
+    splits["train"] = replace(splits["train"], augment=augment)
+    return Shard(splits, model, seed, dtype, clusters, ids, loop)
 
 
 def encode_clusters(labels: Sequence[Any] | Tensor | None) -> tuple[Tensor | None, list[str] | None]:

@@ -223,12 +223,8 @@ class Federation:
         return scores
 
     def personal(self, algorithm: Any, state: State) -> Tensor:
-        """The deployed models [n, d], where the runtime can see them (a real federation cannot)."""
-
-        def run(call: Call, visits: Visits, welcome: dict[str, Any] | None) -> Answer:
-            return self.runtime.run(call, visits, welcome, lasting=False)
-
-        return self._deployed(algorithm, state, run)[""].contiguous()
+        """The deployed models [n, d], or, where models stay with the clients, the round [n, 1] they are kept under."""
+        return self._deployed(algorithm, state, self.runtime.deploy)[""].contiguous()
 
     def _deployed(
         self, algorithm: Any, state: State, run: Callable[[Call, Visits, dict[str, Any] | None], Answer]
@@ -267,6 +263,9 @@ class Federation:
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1
         answer = self.runtime.run(call, visits) if len(asked) else Answer({})
+        if answer.came is not None:
+            asked, each = asked[answer.came], {name: value[answer.came] for name, value in each.items()}
+            self._note_absent(phase, answer)
         if self.byzantine:
             answer = self._lied(asked, answer)
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
@@ -277,6 +276,12 @@ class Federation:
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
         return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+
+    def _note_absent(self, phase: str, answer: Answer) -> None:
+        self.left_out += [(self.round, client, f"{phase}: {why}") for client, why in answer.why.items()]
+        if answer.forgot is not None:
+            self.begun[answer.forgot] = False
+            self._all_begun = False
 
     def _lied(self, asked: Tensor, answer: Answer) -> Answer:
         """The answers as they arrive when some clients lie."""
@@ -367,5 +372,9 @@ class Federation:
         self.begun, self._all_begun = begun, bool(begun.all())
 
     def enter_round(self, t: int, state: State | None) -> None:
-        """Called by the training loop before each round: sets the coordinates of all draws."""
+        """Called by the training loop before each round: sets the coordinates of all draws, lets newcomers in."""
         self.round, self._calls, self._state = t, 0, state
+        for ids, rows in self.runtime.joined():
+            for split, count in rows.items():
+                self.rows[split][ids] = count.to(self.rows[split])
+            self.sizes[ids] = rows["train"].to(self.sizes).unsqueeze(-1)

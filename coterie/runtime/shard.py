@@ -25,6 +25,7 @@ from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
+GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in float32
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
 
@@ -52,15 +53,25 @@ class Visits:
 
 @dataclass(frozen=True)
 class Answer:
-    """Named values with a row per visit, which visits were good (None: all), and what was sent compressed."""
+    """Named values with a row per visit, which visits were good (None: all), and what was sent compressed.
+
+    Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
+    other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
+    have lost what they kept and must begin again.
+    """
 
     named: dict[str, Tensor]
     good: Tensor | None = None
     parcels: dict[str, Parcel] = field(default_factory=dict)
+    came: Tensor | None = None
+    why: dict[int, str] = field(default_factory=dict)
+    forgot: Tensor | None = None
 
 
 class Shard:
     """Rows, kept state and model of some clients."""
+
+    private = False  # whether models stay where the clients are
 
     def __init__(
         self,
@@ -160,6 +171,14 @@ class Shard:
         answer = self._join(parts, goods)
         return Answer(answer.named, answer.good, parcels)
 
+    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
+        """The models that `deploy` gives, which `score` takes; nothing is kept."""
+        return self.run(call, visits, welcome, lasting=False)
+
+    def joined(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Clients that have come since the last round and their numbers of rows by split: nobody does here."""
+        return []
+
     def evaluate(
         self, call: Call, visits: Visits, split: str, welcome: dict[str, Any] | None = None
     ) -> Answer:
@@ -195,7 +214,10 @@ class Shard:
 
     def stack_size(self, batch: int) -> int:
         """How many clients are stacked at once."""
-        return max(1, STACK_ELEMENTS // (4 * self.model.d + batch * self._row_elements()))
+        room = STACK_ELEMENTS
+        if self.device.type == "cuda":
+            room = torch.cuda.get_device_properties(self.device).total_memory // GPU_BYTES_PER_ELEMENT
+        return max(1, room // (4 * self.model.d + batch * self._row_elements()))
 
     def threads(self, batch: int, participation: float = 1.0) -> int:
         """How many threads a round is worth: one for small tensors, else what torch is set to."""

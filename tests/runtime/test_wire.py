@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from coterie.runs.conformance import federation
 from coterie.runtime import wire
-from coterie.runtime.loopback import Node, phases
+from coterie.runtime.loopback import Node
+from coterie.runtime.messages import phases
 
 
 @given(
