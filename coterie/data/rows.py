@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class Batch:
     weight: Tensor
 
 
+Augment = Callable[[Tensor, Tensor], Tensor]
+"""(x [..., *], keys [...]) -> x, changed by random numbers from the keys alone."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """All rows of one split, client after client. `size` may be zero for some clients."""
@@ -31,6 +35,8 @@ class Rows:
     y: Tensor
     start: Tensor
     size: Tensor
+    augment: Augment | None = None
+    """What a minibatch goes through, with keys of its own for every row."""
     largest: int = field(init=False)
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
@@ -49,14 +55,16 @@ class Rows:
         return self.x[first : first + count], self.y[first : first + count]
 
     def to(self, device: torch.device | str) -> Rows:
-        return Rows(self.x.to(device), self.y.to(device), self.start.to(device), self.size.to(device))
+        return Rows(
+            self.x.to(device), self.y.to(device), self.start.to(device), self.size.to(device), self.augment
+        )
 
     def subset(self, clients: Tensor) -> Rows:
         """The rows of some clients only, as a node of a federation would hold them."""
         size = self.size[clients]
         inside = torch.arange(int(size.sum())) - torch.repeat_interleave(size.cumsum(0) - size, size)
         rows = torch.repeat_interleave(self.start[clients], size) + inside
-        return Rows(self.x[rows], self.y[rows], size.cumsum(0) - size, size)
+        return Rows(self.x[rows], self.y[rows], size.cumsum(0) - size, size, self.augment)
 
     def minibatch(self, at: Tensor | None, keys: Tensor, batch: int) -> Batch:
         """`batch` draws with replacement per client; a client with no more rows than that gives them all.
@@ -73,7 +81,12 @@ class Rows:
             whole = size <= batch
             row = torch.where(whole, slot % size, row)
             weight = torch.where(whole, (slot < size) / size.to(self.dtype), weight)
-        return self._gather(start + row, weight)
+        drawn = self._gather(start + row, weight)
+        if self.augment is None:
+            return drawn
+        return replace(
+            drawn, x=self.augment(drawn.x, randomness.slots(randomness.fold(keys, "augment"), batch))
+        )
 
     def full(self, at: Tensor | None) -> Iterator[tuple[Tensor | None, Batch]]:
         """All rows, padded, in groups of clients of similar size.

@@ -45,7 +45,7 @@ class Model:
         """'mean' or 'sum' of the row losses of a client."""
         return "mean"
 
-    def measured(self) -> dict[str, bool]:
+    def measured(self) -> dict[str, str]:
         """Choices made by measuring speed, which a checkpoint keeps so that a resumed run repeats them."""
         return {}
 

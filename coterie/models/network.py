@@ -1,14 +1,14 @@
-"""Any nn.Module as a model, for a stack of clients in two ways.
+"""Any nn.Module as a model, for a stack of clients in several ways.
 
 *Stacked* maps the whole gradient over the clients at once (torch.func.vmap), best for many small
-models; *looped* takes one client after the other. "auto" measures both once per shape.
+models; *looped* takes one client after the other; *captured*, on a GPU, is the loop as one CUDA graph over
+several streams. "auto" measures them once per shape.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from coterie.errors import DataError, SettingError
 from coterie.federation import randomness
+from coterie.models.accelerate import PRECISIONS, Captured, compiled, fastest, mixed
 from coterie.models.base import Model, dot
 from coterie.models.checks import check_behaviour, check_module
 from coterie.models.predictor import NetworkPredictor
@@ -31,6 +32,7 @@ from coterie.models.targets import check_column, count_classes
 Criterion = str | Callable[[Tensor, Tensor], Tensor]
 Source = nn.Module | Callable[[], nn.Module]
 _CPU_BYTES = 2**30
+_CAPTURED_SHAPES = 8  # batches of more shapes than this are not worth a graph each
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,10 @@ class Network(Model):
     outputs: int | None = None
     kind: str | None = None
     tokens: bool = False
-    decisions: dict[str, bool] = field(default_factory=dict, repr=False)
-    """Whether each shape met so far is stacked."""
+    precision: str = "full"
+    compiled: bool = False
+    decisions: dict[str, str] = field(default_factory=dict, repr=False)
+    """The way chosen for each shape met so far."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.l2) and self.l2 >= 0):
@@ -58,6 +62,10 @@ class Network(Model):
             )
         if self.stacked not in ("auto", True, False):
             raise SettingError(f"stacked={self.stacked!r} is unknown: choose 'auto', True or False.")
+        if self.precision not in PRECISIONS:
+            raise SettingError(
+                f"precision={self.precision!r} is unknown: choose from {', '.join(PRECISIONS)}."
+            )
         if self.features is not None:
             _ = self.skeleton  # sizes that do not fit show now, and nothing is built inside vmap
 
@@ -78,7 +86,7 @@ class Network(Model):
         check_module(module)
         return Skeleton(module)
 
-    def measured(self) -> dict[str, bool]:
+    def measured(self) -> dict[str, str]:
         return self.decisions
 
     def fit_to(self, x: Tensor, y: Tensor) -> Self:
@@ -122,7 +130,10 @@ class Network(Model):
         if w.dim() == 1:
             gradient = self._one_gradient(w, *rows)
         else:
-            gradient = self._choose("grad", self._gradients_looped, self._gradients_stacked, w, *rows)
+            ways = {"looped": self._gradients_looped, "stacked": self._gradients_stacked}
+            if self._can_capture(w, x):
+                ways["captured"] = self._captured
+            gradient = self._choose("grad", ways, w, *rows)
         return gradient.add_(w, alpha=self.l2) if self.l2 else gradient
 
     def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -131,7 +142,8 @@ class Network(Model):
         if w.dim() == 1:
             product = self._one_product(w, *rows)
         else:
-            product = self._choose("hvp", self._products_looped, self._products_stacked, w, *rows)
+            ways = {"looped": self._products_looped, "stacked": self._products_stacked}
+            product = self._choose("hvp", ways, w, *rows)
         return product + self.l2 * v
 
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
@@ -200,7 +212,9 @@ class Network(Model):
         return "binary" if outputs == 1 else "multiclass"
 
     def _row_scores(self, w: Tensor, x: Tensor, unrolled: bool = False) -> Tensor:
-        output = self.skeleton(w, x if self.tokens else x.to(w.dtype), unrolled)
+        with mixed(self.precision, w.device):
+            output = self.skeleton(w, x if self.tokens else x.to(w.dtype), unrolled)
+        output = output.to(w.dtype)
         return output.unsqueeze(-1) if output.dim() == 1 else output
 
     def _row_losses(self, w: Tensor, x: Tensor, y: Tensor, unrolled: bool = False) -> Tensor:
@@ -217,28 +231,63 @@ class Network(Model):
     def _objective(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, unrolled: bool = False) -> Tensor:
         return (self._row_losses(w, x, y, unrolled) * weight).sum()
 
-    def _one_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
-        """Gradient for one client, the rows taken in pieces that fit in memory."""
-        total: Tensor | None = None
+    def _objectives(self, w: Tensor, *rows: Tensor) -> Tensor:
+        """Sum over a stack of clients, whose gradient in `w` has every client's own in its row."""
+        return vmap(functools.partial(self._objective, unrolled=True))(w, *rows).sum()
+
+    @functools.cached_property
+    def _value(self) -> Callable[..., Tensor]:
+        return compiled(self._objective, self._tolerance) if self.compiled else self._objective
+
+    @functools.cached_property
+    def _values(self) -> Callable[..., Tensor]:
+        return compiled(self._objectives, self._tolerance)
+
+    @property
+    def _tolerance(self) -> float:
+        """How far apart two orders of rounding may lie, relative to the gradient."""
+        return 1e-3 if self.precision == "full" else 0.2
+
+    @functools.cached_property
+    def _captured(self) -> Captured:
+        return Captured(self._whole_gradient)
+
+    def _can_capture(self, w: Tensor, x: Tensor) -> bool:
+        if not w.is_cuda or self.stacked is True or x.shape[1] > self._row_limit(w):
+            return False
+        shapes = self._captured.shapes
+        return len(shapes) < _CAPTURED_SHAPES or any(x.shape[2:] in key for key in shapes)
+
+    def _whole_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = w.detach().requires_grad_()
-            for part in self._pieces(w, rows):
-                value = self._objective(leaf, part[0], part[1], part[2])
-                (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True, materialize_grads=True)
-                total = gradient if total is None else total.add_(gradient)
-        assert total is not None
+            value = self._value(leaf, *rows)
+            return torch.autograd.grad(value, leaf, allow_unused=True, materialize_grads=True)[0]
+
+    def _one_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
+        """Gradient for one client, the rows taken in pieces that fit in memory."""
+        parts = (self._whole_gradient(w, *part) for part in self._pieces(w, rows))
+        total = next(parts)
+        for part in parts:
+            total += part
         return total
 
     def _gradients_looped(self, w: Tensor, *rows: Tensor) -> Tensor:
         return torch.stack([self._one_gradient(*client) for client in zip(w, *rows, strict=True)])
 
     def _gradients_stacked(self, w: Tensor, *rows: Tensor) -> Tensor:
-        gradient = functools.partial(grad(self._objective), unrolled=True)
-        parts = (_mapped(gradient, w, *part) for part in self._pieces(w, rows, axis=1))
+        parts = (self._mapped_gradient(w, *part) for part in self._pieces(w, rows, axis=1))
         total = next(parts)
         for part in parts:
             total += part
         return total
+
+    def _mapped_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
+        if not self.compiled:
+            return _mapped(functools.partial(grad(self._objective), unrolled=True), w, *rows)
+        with torch.enable_grad():
+            leaf = w.detach().contiguous().requires_grad_()
+            return torch.autograd.grad(self._values(leaf, *rows), leaf)[0]
 
     def _one_product(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:
         """Hessian times v for one client, the rows taken in pieces that fit in memory."""
@@ -279,39 +328,24 @@ class Network(Model):
             return torch.cat([_mapped(unrolled, w, *part) for part in self._pieces(w, rows, axis=1)], 1)
 
         with torch.no_grad():
-            return self._choose(name, looped, stacked, w, *rows)
+            return self._choose(name, {"looped": looped, "stacked": stacked}, w, *rows)
 
-    def _choose(
-        self,
-        name: str,
-        looped: Callable[..., Tensor],
-        stacked: Callable[..., Tensor],
-        w: Tensor,
-        *rows: Tensor,
-    ) -> Tensor:
-        """One of two ways to compute the same: the one that is set, or else the one measured as faster.
+    def _choose(self, name: str, ways: dict[str, Callable[..., Tensor]], w: Tensor, *rows: Tensor) -> Tensor:
+        """One of several ways to compute the same: the one that is set, or else the one measured as fastest.
 
         Clients and rows are told apart by powers of two; a measurement of a moment is repeated.
         """
         scale = f"2^{w.shape[0].bit_length()} clients 2^{rows[0].shape[1].bit_length()} rows"
         kind = "shared" if w.stride(0) == 0 else "own"
         key = f"{name} {kind} {scale} {tuple(rows[0].shape[2:])} {w.dtype} {w.device.type}"
-        choice = self.stacked if self.stacked != "auto" else self.decisions.get(key)
-        if choice is not None:
-            return self._stacks(stacked, w, *rows) if choice else looped(w, *rows)
-        looped(w[:1], *(part[:1] for part in rows))
-        slow, result = _timed(looped, w, *rows)
-        try:
-            fast, candidate = _timed(self._stacks, stacked, w, *rows)
-            for _ in range(4):
-                if fast > 4 * slow or fast + slow > 0.2:
-                    break
-                fast = min(fast, _timed(self._stacks, stacked, w, *rows)[0])
-                slow = min(slow, _timed(looped, w, *rows)[0])
-        except (RuntimeError, SettingError):
-            fast, candidate = math.inf, result
-        self.decisions[key] = fast < slow
-        return candidate if fast < slow else result
+        ways = {**ways, "stacked": functools.partial(self._stacks, ways["stacked"])}
+        if self.stacked != "auto":
+            ways = {way: ways[way] for way in ways if (way == "stacked") == self.stacked}
+        choice = next(iter(ways)) if len(ways) == 1 else self.decisions.get(key)
+        if choice in ways:
+            return ways[choice](w, *rows)
+        self.decisions[key], result = fastest(ways, w.is_cuda or self.compiled, w, *rows)
+        return result
 
     def _stacks(self, stacked: Callable[..., Tensor], w: Tensor, *rows: Tensor) -> Tensor:
         """The stacked way over as many clients at a time as fit in memory."""
@@ -339,16 +373,24 @@ class Network(Model):
 
 
 def network(
-    module: Source, loss: Criterion = "auto", l2: float = 0.0, stacked: str | bool = "auto"
+    module: Source,
+    loss: Criterion = "auto",
+    l2: float = 0.0,
+    stacked: str | bool = "auto",
+    precision: str = "full",
+    compiled: bool = False,
 ) -> Network:
     """Any nn.Module, or a function that returns one, as a model.
 
     `loss`: "cross-entropy" (integer targets), "mse" (1/2 (z - y)^2, floating targets), "auto" (by the
-    targets), or a function (outputs, targets) -> one loss per row.
+    targets), or a function (outputs, targets) -> one loss per row. `precision="bf16"` multiplies in
+    bfloat16; `compiled` takes a minute at the start and is worth it for long runs.
     """
     if not callable(module):
         raise SettingError(f"network() needs an nn.Module or a function that returns one, not {module!r}.")
-    return Network(source=module, criterion=loss, l2=l2, stacked=stacked)
+    return Network(
+        source=module, criterion=loss, l2=l2, stacked=stacked, precision=precision, compiled=compiled
+    )
 
 
 def seeded(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -381,11 +423,3 @@ def _mapped(function: Callable[..., Tensor], w: Tensor, *rows: Tensor) -> Tensor
             raise SettingError(
                 f"The module cannot be mapped over clients: {problem} Use network(..., stacked=False)."
             ) from problem
-
-
-def _timed(function: Callable[..., Tensor], *arguments: Any) -> tuple[float, Tensor]:
-    start = time.perf_counter()
-    result = function(*arguments)
-    if result.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result

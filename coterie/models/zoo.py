@@ -55,6 +55,8 @@ class Zoo(Network):
             "loss": self.criterion,
             "l2": self.l2,
             "stacked": self.stacked,
+            "precision": self.precision,
+            "compiled": self.compiled,
             "classes": self.classes,
             "features": None if self.features is None else list(self.features),
             "outputs": self.outputs,
@@ -82,7 +84,7 @@ class Zoo(Network):
 
 
 def mlp(hidden: tuple[int, ...] = (64,), activation: str = "relu", **options: Any) -> Network:
-    """Fully connected layers over the flattened inputs. Options of all: loss, l2, stacked, classes."""
+    """Fully connected layers over the flattened inputs. Options of all: those of `network`, classes."""
     if activation not in _ACTIVATIONS:
         raise SettingError(f"activation={activation!r} is unknown: choose from {', '.join(_ACTIVATIONS)}.")
     return _make("mlp", {"hidden": tuple(hidden), "activation": activation}, **options)
@@ -125,6 +127,8 @@ def _make(
     stacked: str | bool = "auto",
     classes: int | None = None,
     tokens: bool = False,
+    precision: str = "full",
+    compiled: bool = False,
 ) -> Network:
     sizes = [
         size for value in settings.values() for size in (value if isinstance(value, tuple) else (value,))
@@ -132,7 +136,15 @@ def _make(
     if any(not isinstance(size, str) and (int(size) != size or size < 1) for size in sizes):
         raise SettingError(f"{name}({settings}): sizes must be whole numbers, 1 or more.")
     return Zoo(
-        criterion=loss, l2=l2, stacked=stacked, tokens=tokens, name=name, settings=settings, classes=classes
+        criterion=loss,
+        l2=l2,
+        stacked=stacked,
+        tokens=tokens,
+        precision=precision,
+        compiled=compiled,
+        name=name,
+        settings=settings,
+        classes=classes,
     )
 
 

@@ -117,9 +117,10 @@ def test_auto_measures_once_per_scale_and_remembers() -> None:
     assert len(model.decisions) == 1
     model.loss(w, x, y, weight)
     assert len(model.decisions) == 2
-    for choice in (True, False):
+    for choice in ("stacked", "looped"):
         told = replace(model, decisions=dict.fromkeys(model.decisions, choice))
-        assert torch.equal(told.grad(w, x, y, weight), replace(model, stacked=choice).grad(w, x, y, weight))
+        fixed = replace(model, stacked=choice == "stacked")
+        assert torch.equal(told.grad(w, x, y, weight), fixed.grad(w, x, y, weight))
         assert set(told.decisions.values()) == {choice}
 
 
@@ -140,7 +141,7 @@ def test_a_module_that_cannot_be_mapped_is_looped() -> None:
     model, w, weight = stack(models.network(Branches), x, y)
     expected = replace(model, stacked=False).grad(w, x, y, weight)
     assert torch.equal(model.grad(w, x, y, weight), expected)
-    assert set(model.decisions.values()) == {False}
+    assert set(model.decisions.values()) == {"looped"}
     with pytest.raises(SettingError, match="stacked=False"):
         replace(model, stacked=True).grad(w, x, y, weight)
 
