@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -65,3 +66,28 @@ def weight_quality(weights: Tensor, truth: Tensor | None, simplex: bool = False)
     if not simplex:
         right = 1 - (weights - same.to(weights.dtype))[other].abs().mean()
     return {"inside": inside.mean(), "between": outside.mean(), "recovery": right}
+
+
+def refreshes_until_cut(gamma: float, curvature: float, distance: float) -> int:
+    """How often a pair at its own optima, that far apart, is looked at until its weight has gone from 1 to 0."""
+    return math.ceil(4 / (gamma * curvature**2 * distance**2))
+
+
+def stationary_consensus(lr: float, curvature: float, pull: float, noise: float) -> float:
+    """E |x_i - x_j|^2 of two clients of a cluster with equal losses curvature/2 |x - mu|^2, in the long run.
+
+    `pull` is rho c, c the size of the cluster; `noise` is E |noise|^2 of a gradient, all coordinates together.
+    """
+    return 2 * lr**2 * noise / (1 - (1 - lr * (curvature + pull)) ** 2)
+
+
+def theorem_one(
+    lr: float, rounds: int, smoothness: float, pull: float, noise: float, unlikeness: float, gap: float
+) -> tuple[float, float]:
+    """Bounds on the mean of |grad f~_ij(z_ij)|^2 and of |x_i - x_j|^2 inside a cluster whose weights are known.
+
+    CoBo's Theorem 1 as it can be proved: `pull` = rho c >= sqrt(3) L, lr rho c <= 1, lr <= 1/(2 L), `unlikeness` M <=
+    1/5 in |grad f_i - grad f_j| <= M |grad f_i + grad f_j|, a common start, `gap` = c^-2 sum_ij (f~_ij(z^0) - f~*_ij).
+    """
+    slope = 5.6 * gap / (lr * rounds) + 2.8 * lr * noise * (smoothness + 8 / 3 * pull)
+    return slope, 24 * unlikeness**2 / pull**2 * slope + 4 * lr * noise / pull
