@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie import __version__
+from coterie import __version__, cli_models
 from coterie.cli_arguments import (
     ClientOption,
     ClusterOption,
@@ -46,6 +46,7 @@ data_app = typer.Typer(
     epilog="Example: coterie data describe heart_disease --client hospital --target sick",
 )
 app.add_typer(data_app, name="data")
+cli_models.register(app)
 
 
 def _version(asked: bool) -> None:
@@ -110,6 +111,7 @@ def compare(
     write_json(json, comparison.json())
     if out is not None:
         console.show(f"Written to {out}")
+        cli_models.report_beside(out)
 
 
 @app.command(epilog="Example: coterie advise heart_disease --client hospital --target sick")
@@ -414,6 +416,8 @@ def _finished(run: Run, json: Path | None) -> None:
 
     console.notes(run_notes(run))
     console.show(run_table(run), f"Run folder: {run.folder}")
+    if run.folder is not None:
+        cli_models.report_beside(run.folder)
     write_json(json, run_summary(run))
 
 

@@ -1,0 +1,46 @@
+"""Commands for what comes after training: the report, and models that leave the run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.cli_arguments import require_place
+from coterie.report import console
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to the `coterie` command."""
+    app.command(epilog="Example: coterie report runs/ditto runs/local --out report.html")(report)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="run folders, or folders that `coterie compare --out` made"),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="page to write; report.html in the first folder if not given"),
+    ] = None,
+) -> None:
+    """One web page about one or more runs: who gained, who lost, who learns from whom, at what price.
+
+    The page needs no network. Name a run of the method `local` too to see gains over training alone; one that
+    lies beside the first run is found by itself.
+    """
+    from coterie.report.page import write_report
+
+    require_place(out)
+    console.show(f"Report written to {write_report(runs, out)}")
+
+
+def report_beside(folder: Path) -> None:
+    """Write report.html into a folder that is complete, where plotly and jinja2 are installed."""
+    if all(importlib.util.find_spec(name) for name in ("plotly", "jinja2", "polars")):
+        from coterie.report.page import write_report
+
+        console.show(f"Report: {write_report([folder])}")

@@ -1,0 +1,310 @@
+"""The collaboration map: who learns from whom, as a matrix in cluster order and as a graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from coterie.report.facts import RunFacts
+from coterie.report.graph import graph
+from coterie.report.numbers import count, digits, listed
+from coterie.report.panels import Panel, Trace, axis, colour, numbers, plain
+
+CELLS = 120  # rows and columns of a matrix that can still be told apart
+LINES = 150  # clients whose clusters over time are shown one by one
+SIMILAR = "similar"
+
+
+def collaboration(run: RunFacts, key: str) -> list[Panel]:
+    """Matrix and graph, and what the method itself recorded: clusters over time, shares of the shared model."""
+    panels = []
+    weights, kind = run.weights, "weight"
+    if weights is None:
+        weights, kind = _alike(run), SIMILAR
+    labels = _labels(run)
+    if weights is not None and len(weights) > 1:
+        order, groups = _ordered(weights, labels)
+        panels += [
+            _matrix(run, key, weights, order, groups, kind),
+            graph(run, key, weights, groups, kind == SIMILAR),
+        ]
+    clusters = run.observed("cluster")
+    if clusters:
+        panels.append(_over_time(run, key, clusters))
+    mixes = _mixes(run)
+    if mixes is not None:
+        panels.append(_mix(run, key, mixes))
+    return panels
+
+
+def neighbours(run: RunFacts, most: int = 3) -> list[str]:
+    """For each client the clients it learns most from, where the method recorded that."""
+    weights = run.weights
+    if weights is None:
+        return [""] * len(run.names)
+    weights = weights.copy()
+    np.fill_diagonal(weights, -1)
+    floor = 0.05 * max(float(weights.max()), 1e-12)
+    texts = []
+    for row in weights:
+        best = [k for k in np.argsort(-row, kind="stable")[:most] if row[k] > floor]
+        texts.append(listed([run.names[k] for k in best]) if best else "nobody")
+    return texts
+
+
+def words(run: RunFacts) -> str:
+    """What the map of this run shows, in one or two sentences."""
+    sentences = []
+    clusters = run.observed("cluster")
+    if clusters:
+        last = next(reversed(clusters.values()))
+        sizes = np.unique(last[~np.isnan(last)], return_counts=True)[1]
+        if len(sizes):
+            sentences.append(
+                f"The method put the clients into {count(len(sizes), 'group')}, the largest of "
+                f"{count(int(sizes.max()), 'client')}, the smallest of {sizes.min():,}."
+            )
+    mixes = _mixes(run)
+    if mixes is not None:
+        sentences.append(
+            f"Every client mixes the shared model with its own; the share of the shared model is "
+            f"{np.nanmin(mixes):.0%} to {np.nanmax(mixes):.0%}, on average {np.nanmean(mixes):.0%}."
+        )
+    if run.weights is not None:
+        sentences.append(
+            "The method itself decided who learns from whom; the map shows these weights after the last round."
+        )
+    elif not clusters and mixes is None:
+        alike = _alike(run)
+        sentences.append(
+            "All clients use one and the same model, so there is no map to draw."
+            if alike is None and run.personal is not None
+            else "This method keeps no weights between pairs of clients; the map shows how alike the clients' models "
+            "became."
+        )
+    return " ".join(sentences)
+
+
+def _alike(run: RunFacts) -> np.ndarray | None:
+    """1 for equal models, 0 for the pair that differs most; None where all are equal or too large to read."""
+    models = run.personal
+    if models is None or len(models) < 2:
+        return None
+    squares = (models**2).sum(1)
+    distance = np.sqrt(np.maximum(squares[:, None] + squares - 2 * models @ models.T, 0))
+    np.fill_diagonal(distance, 0)
+    largest = distance.max()
+    return None if largest <= 1e-6 * math.sqrt(squares.max() + 1e-300) else 1 - distance / largest
+
+
+def _labels(run: RunFacts) -> np.ndarray | None:
+    """The cluster of every client: found by the method, else known."""
+    clusters = run.observed("cluster")
+    if clusters:
+        return np.nan_to_num(next(reversed(clusters.values())), nan=-1).astype(int)
+    known = None if run.roster is None else run.roster.clusters
+    return None if known is None else np.array(known)
+
+
+def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the clients in cluster order, and the group of every client (as in the matrix)."""
+    from scipy.cluster.hierarchy import fcluster, leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    both = (weights + weights.T) / 2
+    distance = both.max() - both
+    np.fill_diagonal(distance, 0)
+    tree = linkage(squareform(distance, checks=False), "average")
+    leaves = leaves_list(tree)
+    if labels is None:
+        few = min(8, max(1, round(math.sqrt(len(weights)))))
+        labels = fcluster(tree, few, "maxclust") - 1
+    place = np.empty(len(leaves), dtype=int)
+    place[leaves] = np.arange(len(leaves))
+    return np.lexsort((place, labels)), labels
+
+
+def _matrix(
+    run: RunFacts, key: str, weights: np.ndarray, order: np.ndarray, groups: np.ndarray, kind: str
+) -> Panel:
+    shown = weights[np.ix_(order, order)]
+    if kind == "weight":
+        shown = shown.copy()
+        np.fill_diagonal(shown, np.nan)
+    names = plain([run.names[k] for k in order])
+    n, what = len(names), "how alike" if kind == SIMILAR else "weight"
+    note = ""
+    if n > CELLS:
+        edges = np.linspace(0, n, CELLS + 1).astype(int)
+        shown, names = _blocks(shown, edges), _ranges(names, edges)
+        note = f" Every cell is the mean of about {n / CELLS:.0f} × {n / CELLS:.0f} clients."
+    caption = (
+        "How alike the clients' models are: 1 for the same model, 0 for the pair that differs most."
+        if kind == SIMILAR
+        else "How strongly the client of a row is pulled towards the client of a column."
+    )
+    inside, across = _within(weights, groups)
+    rows = [[run.names[k], str(groups[k] + 1), digits(inside[k]), digits(across[k])] for k in order[:60]]
+    trace: Trace = {
+        "type": "heatmap",
+        "z": [numbers(row, 3) for row in shown],
+        "x": names,
+        "y": names,
+        "colorscale": "$sequence",
+        "colorbar": {"title": {"text": what}, "thickness": 12},
+        "hovertemplate": "%{y} ← %{x}: %{z:.3g}<extra></extra>",
+    }
+    ticks = {"showticklabels": n <= 40, "ticks": "", "type": "category", "automargin": True}
+    return Panel(
+        f"matrix-{key}",
+        "Matrix, clients in the order of their groups",
+        f"{caption} Groups of clients that belong together are squares along the diagonal.{note}",
+        [trace],
+        {
+            "xaxis": {**ticks},
+            "yaxis": {**ticks, "autorange": "reversed", "scaleanchor": "x", "constrain": "domain"},
+        },
+        ("client", "group", f"mean {what} inside its group", "to the others"),
+        rows,
+        460,
+    )
+
+
+def _blocks(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Means over blocks between the edges, the diagonal of a matrix of weights left out."""
+    here = ~np.isnan(values)
+    sums = np.add.reduceat(np.add.reduceat(np.where(here, values, 0), edges[:-1], 0), edges[:-1], 1)
+    counts = np.add.reduceat(np.add.reduceat(here.astype(float), edges[:-1], 0), edges[:-1], 1)
+    return sums / np.maximum(counts, 1)
+
+
+def _ranges(names: list[str], edges: np.ndarray) -> list[str]:
+    pairs = itertools.pairwise(edges)
+    return [f"{names[a]} … {names[b - 1]}" if b - a > 1 else names[a] for a, b in pairs]
+
+
+def _within(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every client the mean weight to others of its group and to the rest."""
+    same = groups[:, None] == groups
+    other = ~same
+    np.fill_diagonal(same, False)
+    inside = (weights * same).sum(1) / np.maximum(same.sum(1), 1)
+    return inside, (weights * other).sum(1) / np.maximum(other.sum(1), 1)
+
+
+def _over_time(run: RunFacts, key: str, clusters: dict[int, np.ndarray]) -> Panel:
+    rounds, values = list(clusters), np.array(list(clusters.values()))
+    last = values[-1]
+    marks = np.unique(values[~np.isnan(values)]).astype(int)
+    sizes = np.array([(values == mark).sum(1) for mark in marks])
+    moves = (values[1:] != values[:-1]) & ~np.isnan(values[:-1])
+    rows = [
+        [f"group {mark + 1}", *(str(int(sizes[k][t])) for t in _some(len(rounds)))]
+        for k, mark in enumerate(marks)
+    ]
+    settled = f" {count(int(moves[-1].sum()) if len(moves) else 0, 'client')} changed group at the last look."
+    if len(run.names) <= LINES:
+        order = np.argsort(last, kind="stable")
+        few = len(run.names) <= 30 and len(rounds) <= 25
+        scale = [
+            [edge, colour(int(mark))]
+            for k, mark in enumerate(marks)
+            for edge in (k / len(marks), (k + 1) / len(marks))
+        ]
+        trace: Trace = {
+            "type": "heatmap",
+            "z": [[None if np.isnan(v) else int(v) for v in values[:, k]] for k in order],
+            "x": [str(t) for t in rounds],
+            "y": plain([run.names[k] for k in order]),
+            "colorscale": scale,
+            "zmin": float(marks.min()) - 0.5 if len(marks) else 0,
+            "zmax": float(marks.max()) + 0.5 if len(marks) else 1,
+            "showscale": False,
+            "text": [["" if np.isnan(v) else str(int(v) + 1) for v in values[:, k]] for k in order],
+            "texttemplate": "%{text}" if few else "",
+            "hovertemplate": "%{y}, round %{x}: group %{text}<extra></extra>",
+            "xgap": 1,
+            "ygap": 1,
+        }
+        traces, y = [trace], axis("", type="category", showticklabels=len(run.names) <= 40)
+        caption = "The group of every client, round by round; numbers and colours are the groups."
+        height = 160 + min(460, 22 * len(run.names))
+    else:
+        traces = [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "stackgroup": "one",
+                "x": rounds,
+                "y": sizes[k].tolist(),
+                "name": f"group {mark + 1}",
+                "line": {"color": colour(int(mark)), "width": 1},
+            }
+            for k, mark in enumerate(marks)
+        ]
+        y, height = axis("clients"), 360
+        caption = "How many clients are in each group, round by round."
+    headers = ("group", *(f"round {rounds[t]}" for t in _some(len(rounds))))
+    layout = {"xaxis": axis("round"), "yaxis": y}
+    return Panel(f"time-{key}", "Groups over time", caption + settled, traces, layout, headers, rows, height)
+
+
+def _some(length: int, most: int = 6) -> list[int]:
+    return sorted({round(k) for k in np.linspace(0, length - 1, min(length, most))})
+
+
+def _mixes(run: RunFacts) -> np.ndarray | None:
+    """FLIX's alpha of every client."""
+    if run.algorithm != "flix":
+        return None
+    recorded = run.observed("alpha")
+    if recorded:
+        return next(reversed(recorded.values()))
+    alpha = run.settings.get("alpha")
+    if isinstance(alpha, list):
+        return np.array(alpha, dtype=float)
+    return np.full(len(run.names), float(alpha)) if isinstance(alpha, int | float) else None
+
+
+def _mix(run: RunFacts, key: str, mixes: np.ndarray) -> Panel:
+    if len(mixes) <= 40:
+        names = plain(run.names)
+        parts = (("shared model", 100 * mixes, ""), ("own model", 100 * (1 - mixes), "/"))
+        traces: list[Trace] = [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": names,
+                "x": numbers(values),
+                "name": name,
+                "marker": {"color": colour(k), "pattern": {"shape": shape}},
+                "hovertemplate": "%{y}: %{x:.0f} %<extra>%{fullData.name}</extra>",
+            }
+            for k, (name, values, shape) in enumerate(parts)
+        ]
+        layout = {
+            "barmode": "stack",
+            "xaxis": axis("share in the client's model (%)"),
+            "yaxis": axis("", type="category", autorange="reversed"),
+            "showlegend": True,
+        }
+        height = 160 + 26 * len(mixes)
+    else:
+        counts, edges = np.histogram(mixes[~np.isnan(mixes)], bins=np.linspace(-0.05, 1.05, 12))
+        middle = 100 * (edges[:-1] + edges[1:]) / 2
+        traces = [{"type": "bar", "x": numbers(middle), "y": counts.tolist(), "marker": {"color": "$c0"}}]
+        layout = {"xaxis": axis("share of the shared model (%)"), "yaxis": axis("clients")}
+        height = 340
+    rows = [[name, f"{value:.0%}"] for name, value in list(zip(run.names, mixes, strict=True))[:60]]
+    return Panel(
+        f"mix-{key}",
+        "Mix of shared and own model",
+        "How much of each client's model is shared with everybody; the rest it found alone.",
+        traces,
+        layout,
+        ("client", "share of the shared model"),
+        rows,
+        height,
+    )

@@ -1,0 +1,210 @@
+"""The report: one HTML file that needs nothing else, from the folders of finished runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.models.metrics import HIGHER_IS_BETTER
+from coterie.report import charts, collaboration, words
+from coterie.report.differences import heterogeneity
+from coterie.report.facts import RunFacts, read_runs, with_baseline
+from coterie.report.gains import VERDICTS, Scores, mean_gain, scores
+from coterie.report.numbers import show, show_gain, size
+from coterie.report.panels import Panel, numbers
+from coterie.runs import files
+
+TEMPLATES = Path(__file__).parent / "templates"
+REPORT = "report.html"
+
+
+def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Read the runs and comparisons and write the page, by default into the first folder."""
+    folders = [Path(path) for path in paths]
+    place = folders[0] / REPORT if out is None else Path(out)
+    files.write_text(place, report(folders))
+    return place
+
+
+def report(paths: Sequence[Path]) -> str:
+    """The page as text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(plotly=get_plotlyjs(), **contents(paths))
+
+
+def contents(paths: Sequence[Path]) -> dict[str, Any]:
+    """Everything the template shows."""
+    runs = with_baseline(read_runs(paths))
+    main, alone = _main(runs), next((run for run in runs if run.alone), None)
+    all_scores = [scores(run, alone) for run in runs]
+    main_scores = all_scores[runs.index(main)]
+    quality = [charts.gain_chart(main, main_scores), charts.size_chart(runs, all_scores)]
+    maps = [
+        (run, collaboration.words(run), collaboration.collaboration(run, str(k)))
+        for k, run in enumerate(runs)
+    ]
+    maps.sort(key=lambda entry: entry[0] is not main)
+    sections = {
+        "gains": [panel for panel in quality if panel is not None],
+        "progress": charts.curves(runs),
+        "spread": [charts.distribution(runs)],
+        "differences": heterogeneity(main),
+        "traffic": [panel for panel in [charts.communication(runs)] if panel is not None],
+    }
+    panels = [panel for group in sections.values() for panel in group]
+    panels += [panel for _, _, group in maps for panel in group]
+    return {
+        "title": _title(runs, main),
+        "headline": words.headline(main, alone, mean_gain(main_scores.gain)),
+        "summary": words.summary(runs, all_scores, main, alone),
+        "glossary": words.GLOSSARY,
+        "main": main,
+        "alone": alone,
+        "runs": runs,
+        "side_by_side": _side_by_side(runs, all_scores, main),
+        "sections": sections,
+        "maps": maps,
+        "verdicts": VERDICTS,
+        "direction": charts.direction(main),
+        "repeat": [_repeat(run) for run in runs],
+        "data": _script_json(_data(runs, all_scores, main, alone, panels)),
+    }
+
+
+def _main(runs: Sequence[RunFacts]) -> RunFacts:
+    """The run the summary is about: of a comparison the one validation prefers, else the first that collaborates."""
+    together = [run for run in runs if not run.alone]
+    if not together:
+        return runs[0]
+    if all(run.seeds > 1 for run in together):
+        return min(together, key=RunFacts.validation_loss)
+    return together[0]
+
+
+def _title(runs: Sequence[RunFacts], main: RunFacts) -> str:
+    source = Path(str(main.data.get("source", ""))).stem.replace("_", " ")
+    what = f"{source}: " if source else ""
+    return f"{what}{main.label}" if len(runs) == 1 else f"{what}{len(runs)} methods side by side"
+
+
+def _side_by_side(
+    runs: Sequence[RunFacts], all_scores: Sequence[Scores], main: RunFacts
+) -> list[dict[str, Any]]:
+    """One line for each run: how well, for whom, at what price."""
+    rows = []
+    for run, one in zip(runs, all_scores, strict=True):
+        gain = mean_gain(one.gain)
+        values = run.scores[~np.isnan(run.scores)]
+        best_end = HIGHER_IS_BETTER[run.metric]
+        interval = (
+            ""
+            if gain is None or gain.low is None or gain.high is None
+            else (
+                f"{show_gain(run.metric, gain.low, unit=False)} to {show_gain(run.metric, gain.high, unit=False)}"
+            )
+        )
+        rows.append(
+            {
+                "label": run.label,
+                "main": run is main,
+                "mean": show(run.metric, float(values.mean())),
+                "worst": show(run.metric, float(values.min() if best_end else values.max())),
+                "improved": "" if gain is None else f"{gain.improved:,}",
+                "harmed": "" if gain is None else f"{gain.harmed:,}",
+                "gain": "" if gain is None else show_gain(run.metric, gain.mean, unit=False),
+                "interval": interval,
+                "rounds": run.deployed_round,
+                "traffic": size(run.megabytes_at(run.deployed_round)),
+                "seconds": f"{float(run.result['seconds']):.1f}",
+            }
+        )
+    return rows
+
+
+def _repeat(run: RunFacts) -> dict[str, Any]:
+    """Settings and environment of a run."""
+    data = {name: value for name, value in run.data.items() if value not in (None, "", [])}
+    return {
+        "label": run.label,
+        "folder": run.folder.name,
+        "command": words.repeat_command(run),
+        "tables": [
+            ("Method", run.config["algorithm"]),
+            ("Training", run.config["plan"]),
+            ("Federation", run.config["federation"]),
+            ("Data", data),
+            ("Environment", run.environment),
+        ],
+        "left_out": run.result["left_out"][:20],
+        "left_out_count": len(run.result["left_out"]),
+        "lost_rounds": run.result["lost_rounds"],
+    }
+
+
+def _data(
+    runs: Sequence[RunFacts],
+    all_scores: Sequence[Scores],
+    main: RunFacts,
+    alone: RunFacts | None,
+    panels: Sequence[Panel],
+) -> dict[str, Any]:
+    """What the page's script draws the table, the cards and the charts from."""
+    roster = main.roster
+    names: list[str] | None = None
+    if roster is not None and roster.clusters is not None:
+        known = roster.cluster_names or [str(k) for k in range(max(roster.clusters) + 1)]
+        names = [known[k] for k in roster.clusters]
+    return {
+        "metric": main.metric,
+        "higher": HIGHER_IS_BETTER[main.metric],
+        "split": main.split,
+        "names": main.names,
+        "rows": None if roster is None else roster.rows,
+        "clusters": names,
+        "main": runs.index(main),
+        "alone": None if alone is None else runs.index(alone),
+        "verdicts": VERDICTS,
+        "runs": [_columns(run, one) for run, one in zip(runs, all_scores, strict=True)],
+        "panels": {panel.key: panel.json() for panel in panels},
+    }
+
+
+def _columns(run: RunFacts, one: Scores) -> dict[str, Any]:
+    found = run.observed("cluster")
+    groups = next(reversed(found.values())) if found else None
+    return {
+        "label": run.label,
+        "alone": run.alone,
+        "value": numbers(one.value),
+        "low": numbers(one.low, 4),
+        "high": numbers(one.high, 4),
+        "gain": numbers(one.gain),
+        "gain_low": numbers(one.gain_low, 4),
+        "gain_high": numbers(one.gain_high, 4),
+        "verdict": one.verdicts,
+        "group": None if groups is None else [None if np.isnan(g) else int(g) + 1 for g in groups],
+        "learns_from": collaboration.neighbours(run) if run.weights is not None else None,
+    }
+
+
+def _script_json(value: Any) -> Any:
+    """JSON that cannot end the script element it stands in."""
+    from markupsafe import Markup
+
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(text)
