@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from coterie.report.facts import RunFacts
-from coterie.report.graph import graph
+from coterie.report.graph import NODES, graph
 from coterie.report.numbers import count, digits, listed
 from coterie.report.panels import Panel, Trace, axis, colour, numbers, plain
 
@@ -118,7 +118,8 @@ def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray
     np.fill_diagonal(distance, 0)
     tree = linkage(squareform(distance, checks=False), "average")
     leaves = leaves_list(tree)
-    if labels is None:
+    groups = 0 if labels is None else len(np.unique(labels))
+    if labels is None or (len(weights) > NODES and not 1 < groups <= NODES):
         few = min(8, max(1, round(math.sqrt(len(weights)))))
         labels = fcluster(tree, few, "maxclust") - 1
     place = np.empty(len(leaves), dtype=int)
@@ -153,6 +154,8 @@ def _matrix(
         "x": names,
         "y": names,
         "colorscale": "$sequence",
+        "zmin": 0,
+        "zmax": float(f"{np.nanmax(shown):.4g}") or 1,
         "colorbar": {"title": {"text": what}, "thickness": 12},
         "hovertemplate": "%{y} ← %{x}: %{z:.3g}<extra></extra>",
     }

@@ -1,0 +1,92 @@
+"""The collaboration map from recorded weights, clusters, mixtures and models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coterie.report import collaboration
+from coterie.report.facts import RunFacts, read_runs
+from coterie.report.graph import graph
+from coterie.runs import files
+
+
+def one(folder: Path) -> RunFacts:
+    return read_runs([folder])[0]
+
+
+def titles(run: RunFacts) -> list[str]:
+    return [panel.title for panel in collaboration.collaboration(run, "0")]
+
+
+def test_clusters_are_squares_on_the_diagonal(twelve: Path, tmp_path: Path) -> None:
+    kind = np.arange(12) % 3
+    weights = np.where(kind[:, None] == kind, 0.9, 0.1)
+    run = replace(one(twelve / "local"), folder=tmp_path)
+    files.write_tensors(
+        tmp_path / "traces.safetensors",
+        {
+            "weights.5": torch.zeros(12, 12),
+            "weights.10": torch.from_numpy(weights),
+            "other.10": torch.ones(2),
+        },
+    )
+    matrix = collaboration.collaboration(run, "0")[0]
+    shown = [
+        run.names.index(name.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+        for name in matrix.data[0]["x"]
+    ]
+    order = kind[shown]
+    assert (np.diff(order) != 0).sum() == 2  # each cluster in one piece
+    assert matrix.data[0]["z"][0][0] is None  # nobody learns from itself
+    assert np.nanmax(np.array(matrix.data[0]["z"], dtype=float)) == 0.9
+
+
+def test_neighbours_are_those_with_the_largest_weights(twelve: Path) -> None:
+    run = one(twelve / "cobo")
+    assert run.weights is not None and run.weights.shape == (12, 12)
+    best = collaboration.neighbours(run, most=1)
+    weights = run.weights.copy()
+    np.fill_diagonal(weights, -1)
+    for k, name in enumerate(best):
+        assert weights[k, run.names.index(name)] == weights[k].max()
+
+
+def test_what_each_method_shows(twelve: Path) -> None:
+    assert titles(one(twelve / "ifca"))[-1] == "Groups over time"
+    assert titles(one(twelve / "flix"))[-1] == "Mix of shared and own model"
+    assert titles(one(twelve / "local")) == ["Matrix, clients in the order of their groups", "Graph"]
+    assert "mixes the shared model" in collaboration.words(one(twelve / "flix"))
+    assert "decided who learns from whom" in collaboration.words(one(twelve / "cobo"))
+
+
+def test_one_model_for_all_has_no_map(comparison: Path) -> None:
+    run = one(comparison / "fedavg")
+    assert collaboration.collaboration(run, "0") == []
+    assert "one and the same model" in collaboration.words(run)
+
+
+def test_many_clients_are_merged(thousand: Path) -> None:
+    run = one(thousand / "ifca")
+    matrix, picture, over_time = collaboration.collaboration(run, "0")
+    assert len(matrix.data[0]["z"]) == collaboration.CELLS
+    assert sum(len(trace["x"]) for trace in picture.data if trace["mode"] != "lines") <= 60
+    assert sum(trace["y"][-1] for trace in over_time.data) == 1000
+
+
+def test_linked_clients_lie_near_each_other(twelve: Path) -> None:
+    kind = np.arange(12) % 3
+    weights = np.where(kind[:, None] == kind, 1.0, 0.0)
+    places = np.zeros((12, 2))
+    run = one(twelve / "local")
+    names = [name.replace("<", "&lt;").replace(">", "&gt;") for name in run.names]
+    for trace in graph(run, "0", weights, kind, similar=False).data:
+        if trace["mode"] != "lines":
+            for x, y, name in zip(trace["x"], trace["y"], trace["text"], strict=True):
+                places[names.index(name.replace("&amp;", "&"))] = x, y
+    distance = np.linalg.norm(places[:, None] - places, axis=-1)
+    same = (kind[:, None] == kind) & ~np.eye(12, dtype=bool)
+    assert distance[same].mean() < 0.5 * distance[kind[:, None] != kind].mean()
