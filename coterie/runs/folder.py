@@ -108,6 +108,10 @@ class RunFolder:
             raise RunError(
                 f"{self.path} was not made from a table, so its data must be given again: coterie.resume(path, fed)"
             )
+        if data.get("federated"):
+            raise RunError(
+                f"{self.path} is a run across a network. Go on with: coterie federate run DIR --resume {self.path.name}"
+            )
         model = json.loads(data["model"])
         if model["model"] == CUSTOM:
             raise RunError(

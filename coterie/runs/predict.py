@@ -24,15 +24,23 @@ UNKNOWN = "unknown client: common model"
 
 
 def save_models(folder: Path, run: Run) -> None:
-    """models.safetensors (personal [n, d], common [d]) and model.json (what the numbers mean)."""
-    files.write_tensors(folder / "models.safetensors", {"personal": run.personal, "common": run.common()})
+    """models.safetensors (personal [n, d], common [d]) and model.json (what the numbers mean).
+
+    Where models stay with the clients, only the common one is here, if the method has one.
+    """
+    names, personal = run.fed.names, run.personal
+    if run.fed.runtime.private:
+        if run.algorithm.common(run.fed, run.state) is None:
+            return
+        names, personal = [], torch.empty(0, run.fed.d, dtype=run.fed.dtype)
+    files.write_tensors(folder / "models.safetensors", {"personal": personal, "common": run.common()})
     table = run.fed.table
     files.write_json(
         folder / "model.json",
         {
             "algorithm": run.algorithm.name,
             "sha256": files.sha256(folder / "models.safetensors"),
-            "clients": run.fed.names,
+            "clients": names,
             "client_column": table.options["client"] if table is not None else None,
             "model": description(run.fed.model),
             "preprocessor": table.preprocessor.to_json() if table is not None else None,

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """Personal models [n, d], the server's state, metrics and ledger of a finished run."""
+    """Personal models [n, d], the server's state, metrics and ledger of a finished run.
+
+    In a federation across a network the models stay with the clients; `personal` [n, 1] is then the round they are
+    kept under, -1 for a client that was away at the end.
+    """
 
     fed: Federation
     algorithm: Algorithm
@@ -74,6 +78,7 @@ class Run:
         shared = self.algorithm.common(self.fed, self.state)
         if shared is not None:
             return shared.cpu()
+        self._require_models()
         sizes = self.fed.sizes.cpu()
         return (self.personal * (sizes / sizes.sum())).sum(0)
 
@@ -81,7 +86,12 @@ class Run:
         """A client's model, ready to predict from encoded features."""
         if client not in self.fed.names:
             raise SettingError(f"no client {client!r}.{nearest(client, self.fed.names)}")
+        self._require_models()
         return self.fed.model.module(self.personal[self.fed.names.index(client)])
+
+    def _require_models(self) -> None:
+        if self.fed.runtime.private:
+            raise SettingError("the models of this run are on the nodes of its clients, not here")
 
     def predict(self, table: Any) -> polars.DataFrame:
         """Predictions for new rows, each by its client's model; see `coterie.predict`."""

@@ -67,6 +67,7 @@ class Store:
     def __init__(self, clients: int) -> None:
         self.clients = clients
         self.columns: dict[str, Column] = {}
+        self.writes = 0  # how often something was kept, which tells whether a call changed anything
 
     def read(self, name: str, at: Tensor | None) -> Tensor:
         if name not in self.columns:
@@ -83,6 +84,7 @@ class Store:
         return torch.where((slots >= 0).view(*slots.shape, *[1] * (like.dim() - slots.dim())), rows, 0.0)
 
     def write(self, name: str, at: Tensor | None, values: Tensor) -> None:
+        self.writes += 1
         if name not in self.columns:
             like = values if at is not None and at.dim() == 0 else values[0]
             self.columns[name] = Column(self.clients, like)

@@ -1,0 +1,220 @@
+"""One table in many places: what each place tells of its rows so that all of them are encoded alike.
+
+A place tells the names and sizes of its clients, the kinds of its columns, the classes of the target and,
+of its training rows, the sums and levels in `Statistics`. Rows and single values of numeric columns stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from coterie.data import column_types as columns
+from coterie.data import tables
+from coterie.data.preprocess import Levels, Moments, Statistics
+from coterie.data.tables import MOST_LEVELS, TableSpec
+from coterie.errors import DataError, SettingError, nearest
+
+if TYPE_CHECKING:
+    import polars
+
+MOST_WHOLE_CLASSES = 20  # whole numbers with more values than this are a quantity, as in a local table
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which columns the federation uses, and how."""
+
+    client: str
+    target: str
+    cluster: str | None = None
+    task: str | None = None
+    drop: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Roles:
+        return cls(**{**stored, "drop": tuple(stored.get("drop") or ())})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def own_rows(frame: polars.DataFrame, roles: Roles, client: str | None, source: str) -> polars.DataFrame:
+    """The rows of a place, with a client column.
+
+    With `client`, a table that has the client column gives that client's rows, and one that has none is all its own.
+    """
+    import polars as pl
+
+    for role, name in (("target", roles.target), ("cluster", roles.cluster)):
+        if name is not None and name not in frame.columns:
+            raise DataError(f"{source}: there is no {role} column {name!r}.{nearest(name, frame.columns)}")
+    if roles.client in frame.columns:
+        if client is None:
+            return frame
+        label = columns.labels(frame[roles.client])
+        mine = frame.filter(label == client)
+        if not mine.height:
+            known = sorted(set(label.drop_nulls().to_list()))
+            raise DataError(f"{source}: no row of client {client!r}.{nearest(client, known)}")
+        return mine
+    if client is None:
+        raise DataError(
+            f"{source}: there is no client column {roles.client!r}. Say whose rows these are: --client NAME"
+        )
+    return frame.with_columns(pl.lit(client).alias(roles.client))
+
+
+def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, Any]:
+    """What a place tells before training: clients, their sizes and clusters, kinds of columns, classes."""
+    import torch
+
+    frame, names, sizes = tables.by_client(frame, roles.client)
+    clusters = None
+    if roles.cluster is not None:
+        first = (torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)).tolist()
+        clusters = [columns.labels(frame[roles.cluster])[row] for row in first]
+    used = {roles.client, roles.target, roles.cluster, *roles.drop}
+    features = [name for name in frame.columns if name not in used]
+    return {
+        "clients": names,
+        "rows": sizes,
+        "clusters": clusters,
+        "columns": [[name, _kind(frame[name], source)] for name in features],
+        "target": _classes(frame[roles.target], roles, source),
+    }
+
+
+def _kind(column: polars.Series, source: str) -> str:
+    remedy = f"Leave the column out: --drop {column.name}"
+    if column.null_count() == len(column):
+        return "empty"
+    kind = columns.kind(column)
+    if kind is None:
+        raise DataError(f"{source}: column {column.name!r} holds {column.dtype}, not plain values. {remedy}")
+    if kind == "category" and column.n_unique() > MOST_LEVELS:
+        raise DataError(
+            f"{source}: column {column.name!r} holds {column.n_unique()} different texts: it looks like an "
+            f"identifier. {remedy}"
+        )
+    return kind
+
+
+def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:
+    """The classes of the target where it may have some; nothing of a quantity."""
+    import polars as pl
+
+    if target.null_count():
+        raise DataError(f"{source}: target column {target.name!r} has missing values. Remove these rows.")
+    if roles.task == "regression":
+        return {"kind": "quantity"}
+    words = columns.kind(target) == "category" or target.dtype == pl.Boolean
+    limit = MOST_LEVELS if words or roles.task else MOST_WHOLE_CLASSES
+    whole = target.dtype.is_integer() or (target.dtype.is_float() and bool((target == target.floor()).all()))
+    if not (words or whole) or target.n_unique() > limit:
+        return {"kind": "quantity"}
+    return {"kind": "words" if words else "whole", "levels": list(columns.levels(target))}
+
+
+def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableSpec:
+    """One reading of the columns for all places; what differs between them is in its warnings."""
+    kinds: dict[str, set[str]] = {}
+    for told in descriptions.values():
+        for name, kind in told["columns"]:
+            kinds.setdefault(name, set()).add(kind)
+    warnings = []
+    for name in list(kinds):
+        without = [place for place, told in descriptions.items() if name not in dict(told["columns"])]
+        if without:
+            warnings.append(f"Column {name!r} is left out, because {columns.some(without)} has none.")
+            del kinds[name]
+        elif kinds[name] == {"empty"}:
+            warnings.append(f"Column {name!r} is left out, because it is empty everywhere.")
+            del kinds[name]
+    task, classes = _task(descriptions, roles)
+    categories = tuple(name for name, found in kinds.items() if "category" in found)
+    numeric = tuple(name for name in kinds if name not in categories)
+    if not kinds:
+        raise DataError("The places have no feature column in common. Look at their tables and at --drop.")
+    return TableSpec(roles.client, roles.target, roles.cluster, task, classes, numeric, categories, warnings)
+
+
+def _task(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> tuple[str, tuple[str, ...]]:
+    quantities = [place for place, told in descriptions.items() if told["target"]["kind"] == "quantity"]
+    words = any(told["target"]["kind"] == "words" for told in descriptions.values())
+    if roles.task not in (None, "regression", "classification", "binary", "multiclass"):
+        raise SettingError(f"Unknown task {roles.task!r}; it is classification or regression")
+    if quantities and (words or roles.task not in (None, "regression")):
+        raise DataError(
+            f"Target column {roles.target!r} holds classes, but at {columns.some(quantities)} it is a quantity."
+        )
+    if quantities or roles.task == "regression":
+        return "regression", ()
+    classes = in_order({level for told in descriptions.values() for level in told["target"]["levels"]})
+    if len(classes) < 2:
+        raise DataError(f"Target column {roles.target!r} has one value only, so there is nothing to learn.")
+    if len(classes) > MOST_WHOLE_CLASSES and not words and roles.task is None:
+        return "regression", ()
+    return "binary" if len(classes) == 2 else "multiclass", classes
+
+
+def in_order(labels: set[str] | Sequence[str]) -> tuple[str, ...]:
+    """Names in the order a table gives them: numbers by size, all else as text."""
+    import polars as pl
+
+    given = sorted(labels)
+    order, _ = columns.order_and_label(columns.tidy(pl.Series("name", given, dtype=pl.String)))
+    return tuple(pl.DataFrame({"order": order, "label": given}).sort("order", "label")["label"])
+
+
+def client_order(places: Mapping[str, Sequence[str]]) -> list[str]:
+    """All clients in the order of a local table; one that two places claim is an error."""
+    counts = Counter(name for names in places.values() for name in names)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        who = [place for place, names in places.items() if twice[0] in names]
+        raise DataError(
+            f"client {twice[0]!r} is at {columns.some(who)}. Give each client to one node (--client NAME)."
+        )
+    return list(in_order(list(counts)))
+
+
+def statistics_to_json(statistics: Statistics) -> dict[str, Any]:
+    """Sums as lists of numbers; floats come back bit for bit."""
+
+    def sums(moments: Moments) -> list[float]:
+        return [moments.count, moments.mean, moments.squares, moments.missing]
+
+    return {
+        "numeric": {name: sums(moments) for name, moments in statistics.numeric.items()},
+        "categories": {
+            name: [sorted(seen.levels), seen.missing] for name, seen in statistics.categories.items()
+        },
+        "target": sums(statistics.target),
+    }
+
+
+def statistics_from_json(stored: Mapping[str, Any], spec: TableSpec) -> Statistics:
+    """What a place told; anything that is not the statistics of `spec` is an error."""
+    try:
+        return Statistics(
+            {name: _moments(stored["numeric"][name]) for name in spec.numeric},
+            {name: _levels(stored["categories"][name]) for name in spec.categories},
+            _moments(stored["target"]),
+        )
+    except (KeyError, TypeError, ValueError) as problem:
+        raise DataError(f"statistics that cannot be read ({problem})") from None
+
+
+def _moments(stored: Any) -> Moments:
+    count, mean, squares, missing = stored
+    return Moments(int(count), float(mean), float(squares), int(missing))
+
+
+def _levels(stored: Any) -> Levels:
+    levels, missing = stored
+    if not all(isinstance(level, str) for level in levels) or len(levels) > MOST_LEVELS:
+        raise ValueError("levels that are not text")
+    return Levels(frozenset(levels), bool(missing))

@@ -1,0 +1,426 @@
+"""The server's end and the nodes' end of a federation, with a carrier in this process instead of a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars
+import pytest
+import torch
+
+from coterie.algorithms import all_algorithms, make
+from coterie.data.federated import Roles
+from coterie.data.load import load_table
+from coterie.errors import RunError
+from coterie.federation import randomness
+from coterie.runs.assemble import Assembly, Wishes, connect, survey
+from coterie.runs.fit import fit, resume
+from coterie.runs.predict import Predictor
+from coterie.runs.run import Run
+from coterie.runs.site import Site
+from coterie.runtime import wire
+from coterie.runtime.post import Desk, Undelivered
+
+SIZES = (9, 14, 20, 31, 12, 40)
+ROLES = Roles("who", "y", cluster="group", drop=("note",))
+RUN = "a0b1c2d3"
+
+
+class Mail:
+    """Carries letters at once, to `away` nodes when they are back; `forge` changes answers on the way."""
+
+    def __init__(self, sites):
+        self.sites, self.away, self.forge, self.box, self.sent, self.held = sites, set(), {}, {}, [], []
+
+    def send(self, letters, lasts):
+        tickets = {}
+        for name, letter in letters.items():
+            tickets[name] = f"{name} {len(self.sent)}"
+            self.sent.append((name, letter))
+            self.held.append((name, letter, tickets[name]))
+        return tickets
+
+    def fetch(self, tickets):
+        for name, letter, ticket in [held for held in self.held if held[0] not in self.away]:
+            if name not in self.away:
+                self.held.remove((name, letter, ticket))
+                answer = self.sites[name].answer(letter)
+                self.box[ticket] = self.forge.get(name, lambda answer, letter: answer)(answer, letter)
+        return {ticket: self.box.pop(ticket) for ticket in list(tickets) if ticket in self.box}
+
+
+def write_table(path: Path, task: str = "regression") -> Path:
+    """Six clients in two groups; a number, a number with gaps, a category and something to be dropped."""
+    total = sum(SIZES)
+    owner = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
+    x = randomness.normal(randomness.slots(randomness.key(3, "x", torch.arange(total)), 2))
+    score = (
+        x[:, 0] * (1 + owner % 2)
+        - x[:, 1]
+        + 0.3 * randomness.normal(randomness.key(4, "e", torch.arange(total)))
+    )
+    frame = polars.DataFrame(
+        {
+            "who": [f"client {'fbdace'[k]}" for k in owner.tolist()],
+            "group": [f"g{k % 2}" for k in owner.tolist()],
+            "a": (100 * x[:, 0] + 7).numpy(),
+            "b": [None if k % 7 == 3 else value for k, value in enumerate(x[:, 1].tolist())],
+            "c": [("red", "green", "blue")[k % 3] for k in range(total)],
+            "note": list(range(total)),
+            "y": score.numpy() if task == "regression" else (score > 0).to(torch.long).numpy(),
+        }
+    )
+    frame.write_parquet(path)
+    return path
+
+
+def local(table: Path, **options):
+    return load_table(table, "who", "y", cluster="group", drop=["note"], **options)
+
+
+def nodes(table: Path, folder: Path, count: int = 3) -> Mail:
+    """The table cut into one file per node: clients 0 and 3, 1 and 4, 2 and 5."""
+    frame = polars.read_parquet(table)
+    names = frame["who"].unique(maintain_order=True).to_list()
+    sites = {}
+    for k in range(count):
+        own = frame.filter(polars.col("who").is_in(names[k::count]))
+        own.write_parquet(folder / f"node{k}.parquet")
+        sites[f"node{k}"] = Site(folder / f"node{k}.parquet", folder / f"state{k}")
+    return Mail(sites)
+
+
+def federation(mail: Mail, algorithm, deadline: float = 0.05, run: str = RUN, notes=None, **wishes):
+    desk = Desk(mail, deadline, (lambda text: None) if notes is None else notes.append)
+    assembly = survey(desk, {name: [] for name in mail.sites}, Wishes(ROLES, **wishes), run, patience=0.05)
+    assembly = Assembly.from_json(assembly.to_json())
+    return connect(desk, assembly, algorithm)
+
+
+def personal(mail: Mail, run: Run, name: str = RUN) -> torch.Tensor:
+    """The models the nodes have on their disks, in the order of the federation."""
+    remote = run.fed.runtime
+    models = torch.full((run.fed.n, run.fed.d), torch.nan, dtype=torch.float64)
+    for place in remote.places:
+        models[place.ids] = (
+            mail.sites[place.name]
+            .runs[name]
+            ._stored(mail.sites[place.name].runs[name]._models(run.deployed_round))
+        )
+    return models
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    scale = max(1.0, float(other.abs().max()))
+    assert float((one - other).abs().max()) <= 1e-12 * scale
+
+
+def same(here: Run, there: Run, mail: Mail, name: str = RUN) -> None:
+    close(personal(mail, there, name), here.personal)
+    for field, value in here.state.tensors().items():
+        close(there.state.tensors()[field].double(), value.double())
+    assert here.fed.ledger.entries == there.fed.ledger.entries
+    assert len(here.history.blocks) == len(there.history.blocks)
+    for (*mine, value), (*theirs, other) in zip(here.history.blocks, there.history.blocks, strict=True):
+        assert mine == theirs
+        close(torch.nan_to_num(other), torch.nan_to_num(value))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    return write_table(tmp_path_factory.mktemp("table") / "table.parquet")
+
+
+@pytest.mark.parametrize("name", sorted(all_algorithms()))
+def test_every_algorithm_is_the_same_across_nodes(table, tmp_path, name):
+    algorithm = make(name, batch=4)
+    mail = nodes(table, tmp_path)
+    here = fit(local(table, l2=0.1), algorithm, 4, evaluate_every=2)
+    there = fit(federation(mail, algorithm, l2=0.1), algorithm, 4, evaluate_every=2)
+    assert not there.left_out
+    same(here, there, mail)
+
+
+@pytest.mark.parametrize("select", ["last", "best"])
+def test_classes_best_models_and_the_run_folder(tmp_path, select):
+    table, algorithm = write_table(tmp_path / "t.parquet", "classes"), make("ditto", lr=0.3)
+    mail = nodes(table, tmp_path)
+    here = fit(local(table), algorithm, 6, tmp_path / "here", select=select)
+    there = fit(federation(mail, algorithm), algorithm, 6, tmp_path / "there", select=select)
+    same(here, there, mail)
+    for metrics in ("metrics.parquet", "ledger.parquet"):
+        mine, theirs = (polars.read_parquet(tmp_path / side / metrics) for side in ("here", "there"))
+        assert mine.shape == theirs.shape
+    stored = Predictor.load(tmp_path / "there")
+    assert stored.clients == [] and torch.allclose(stored.common, here.common())
+
+
+def test_models_stay_on_the_nodes_and_predict_there(table, tmp_path):
+    algorithm = make("ditto", lr=0.1)
+    mail = nodes(table, tmp_path)
+    here = fit(local(table), algorithm, 3)
+    there = fit(federation(mail, algorithm), algorithm, 3)
+    assert there.personal.shape == (6, 1)
+    with pytest.raises(Exception, match="on the nodes"):
+        there.model("client a")
+    assert there.fed.runtime.finish(3, there.common()) == ["node0", "node1", "node2"]
+    expected = here.predict(table)
+    for k in range(3):
+        own = Predictor.load(tmp_path / f"state{k}" / RUN / "run")
+        predictions = own(tmp_path / f"node{k}.parquet")
+        rows = expected.filter(polars.col("who").is_in(own.clients))
+        assert predictions["warning"].null_count() == len(predictions)
+        assert (predictions["prediction"] - rows["prediction"]).abs().max() < 1e-12
+
+
+def test_rows_never_leave_a_node(table, tmp_path):
+    """No value of a numeric column, no target and no row order is in anything a node says."""
+    algorithm = make("fedavg")
+    mail = nodes(table, tmp_path)
+    said = []
+    for name in mail.sites:
+        mail.forge[name] = lambda answer, letter: said.append(answer) or answer
+    fit(federation(mail, algorithm), algorithm, 2)
+    heard = b"".join(said)
+    for column in ("a", "y"):
+        for value in polars.read_parquet(table)[column].to_list():
+            assert repr(value).encode() not in heard
+            assert torch.tensor([value], dtype=torch.float64).numpy().tobytes() not in heard
+
+
+class TestWhoIsAway:
+    def test_dropout_of_a_node_is_dropout_of_its_clients(self, table, tmp_path):
+        """A node that misses rounds 3 and 4 gives the models of a local run in which its clients were away."""
+        algorithm = make("ditto", lr=0.1, batch=4)
+        mail = nodes(table, tmp_path)
+        fed = federation(mail, algorithm)
+
+        def watch(t, rounds):
+            mail.away = {"node1"} if t in (2, 3) else set()
+
+        there = fit(fed, algorithm, 8, watch=watch)
+        missed = {(t, name) for t, name, _ in there.left_out}
+        assert {t for t, _ in missed} == {3, 4} and there.lost_rounds == 0
+        here = fit(absent_in(local(table), missed), algorithm, 8)
+        close(personal(mail, there), here.personal)
+        assert here.fed.ledger.entries == there.fed.ledger.entries
+
+    def test_a_node_killed_after_keeping_and_before_answering_goes_back(self, table, tmp_path):
+        """Its clients trained in round 3, but nobody heard: in round 5 they go on from round 2."""
+        algorithm = make("ditto", lr=0.1, batch=4)
+        mail = nodes(table, tmp_path)
+        fed = federation(mail, algorithm)
+
+        def killed(answer, letter):
+            mail.sites["node1"] = Site(tmp_path / "node1.parquet", tmp_path / "state1")
+            mail.away, mail.forge = {"node1"}, {}
+            return Undelivered("killed")
+
+        def watch(t, rounds):
+            if t == 2:
+                mail.forge["node1"] = killed
+            if t == 3:
+                mail.away = set()
+
+        there = fit(fed, algorithm, 8, watch=watch)
+        missed = {(t, name) for t, name, _ in there.left_out}
+        assert {t for t, _ in missed} == {3, 4}
+        close(personal(mail, there), fit(absent_in(local(table), missed), algorithm, 8).personal)
+
+    def test_a_node_that_lost_its_disk_begins_again(self, table, tmp_path):
+        algorithm, notes = make("ditto", lr=0.1), []
+        mail = nodes(table, tmp_path)
+        fed = federation(mail, algorithm, notes=notes)
+
+        def watch(t, rounds):
+            if t == 3:
+                mail.sites["node1"] = Site(tmp_path / "node1.parquet", tmp_path / "other disk")
+
+        there = fit(fed, algorithm, 8, watch=watch)
+        assert {t for t, _, _ in there.left_out} == {4, 5}
+        assert any("knows no run" in note for note in notes)
+        assert torch.isfinite(personal(mail, there)).all()
+        begins = [entry.round for entry in there.fed.ledger.entries if entry.phase == "begin"]
+        assert begins == [1, 6]
+
+    def test_a_node_that_joins_late_takes_part(self, table, tmp_path):
+        algorithm = make("ditto", lr=0.1)
+        mail = nodes(table, tmp_path)
+        mail.away = {"node2"}
+        clients = sorted(set(polars.read_parquet(tmp_path / "node2.parquet")["who"]))
+        desk = Desk(mail, 0.05)
+        expected = {"node0": [], "node1": [], "node2": clients}
+        assembly = survey(desk, expected, Wishes(Roles("who", "y", drop=("note", "group"))), RUN, 0.05)
+        fed = connect(desk, assembly, algorithm)
+
+        def watch(t, rounds):
+            mail.away = set() if t >= 3 else mail.away
+
+        there = fit(fed, algorithm, 8, watch=watch)
+        assert {t for t, name, _ in there.left_out} == {1, 2, 3} and (there.fed.sizes > 0).all()
+        models = personal(mail, there)
+        assert torch.isfinite(models).all() and torch.isfinite(there.score("test", "rmse")).all()
+
+    def test_a_round_in_which_nobody_answers_is_lost_and_nothing_more(self, table, tmp_path):
+        algorithm = make("fedavg", lr=0.1)
+        mail = nodes(table, tmp_path)
+        fed = federation(mail, algorithm)
+
+        def watch(t, rounds):
+            mail.away = set(mail.sites) if t == 2 else set()
+
+        there = fit(fed, algorithm, 6, watch=watch)
+        assert there.lost_rounds >= 1
+        assert torch.isfinite(personal(mail, there)).all()
+
+    def test_without_any_node_there_is_no_run(self, table, tmp_path):
+        mail = nodes(table, tmp_path)
+        mail.away = set(mail.sites)
+        with pytest.raises(RunError, match="none of 3 nodes answered"):
+            federation(mail, make("fedavg"))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_server_that_goes_back_to_a_checkpoint_finds_the_same_bits(table, tmp_path, stop):
+    """The nodes are rounds ahead, and one of them has been started anew."""
+    algorithm = make("ditto", lr=0.1, batch=4)
+    whole = nodes(table, tmp_path)
+    undisturbed = fit(federation(whole, algorithm), algorithm, 6)
+    mail = nodes(table, tmp_path)
+
+    def watch(t, rounds):
+        if t == stop + 1:
+            raise KeyboardInterrupt
+
+    fed = federation(mail, algorithm, run="bbbbbbbb")
+    with pytest.raises(KeyboardInterrupt):
+        fit(fed, algorithm, 6, tmp_path / "run", checkpoint_every=stop, watch=watch)
+    mail.sites["node2"] = Site(tmp_path / "node2.parquet", tmp_path / "state2")
+    again = resume(tmp_path / "run", federation(mail, algorithm, run="bbbbbbbb"))
+    assert torch.equal(personal(mail, again, "bbbbbbbb"), personal(whole, undisturbed))
+    assert again.state.equal(undisturbed.state)
+    assert again.fed.ledger.entries == undisturbed.fed.ledger.entries
+
+
+def altered(change):
+    """An answer whose header and tensors were changed."""
+
+    def forge(answer, letter):
+        header, tensors = wire.decode(answer)
+        if "value." not in tensors or wire.decode(letter)[0]["phase"] != "train":
+            return answer
+        return wire.encode(*change(header, dict(tensors)))
+
+    return forge
+
+
+def every_train(change):
+    def forge(answer, letter):
+        trains = wire.decode(letter)[0].get("phase") == "train"
+        return change(answer) if trains else answer
+
+    return forge
+
+
+GARBAGE = {
+    "NaN": altered(lambda h, t: (h, t | {"value.": t["value."] * torch.nan})),
+    "infinite": altered(lambda h, t: (h, t | {"value.": t["value."] * torch.inf})),
+    "far too large": altered(lambda h, t: (h, t | {"value.": t["value."] * 1e200})),
+    "one value more": altered(lambda h, t: (h, t | {"value.": torch.cat([t["value."]] * 2, -1)})),
+    "one row more": altered(lambda h, t: (h, t | {"value.": torch.cat([t["value."]] * 2)})),
+    "no row": altered(lambda h, t: (h, t | {"value.": t["value."][:0]})),
+    "a single number": altered(lambda h, t: (h, t | {"value.": torch.tensor(3.0)})),
+    "another type": altered(lambda h, t: (h, t | {"value.": t["value."].long()})),
+    "another name": altered(lambda h, t: (h, {"value.w": t["value."]})),
+    "nothing": altered(lambda h, t: (h, {})),
+    "good ones by the thousand": altered(lambda h, t: (h, t | {"good": torch.ones(1000, dtype=torch.bool)})),
+    "megabytes": altered(lambda h, t: (h, t | {"more": torch.zeros(1 << 21)})),
+    "parcels": altered(lambda h, t: (h | {"parcels": {"": [0, 5, "float64"]}}, t)),
+    "no parcels": altered(lambda h, t: ({k: v for k, v in h.items() if k != "parcels"}, t)),
+    "another call": altered(lambda h, t: (h | {"at": [1, 99]}, t)),
+    "replayed": altered(lambda h, t: (h | {"nonce": "0" * 24}, t)),
+    "a list for a header": every_train(lambda answer: wire.encode([], {})),  # type: ignore[arg-type]
+    "cut short": every_train(lambda answer: answer[:-3]),
+    "too long": every_train(lambda answer: answer + b"..."),
+    "empty": every_train(lambda answer: b""),
+    "noise": every_train(lambda answer: bytes(range(256))),
+    "another version": every_train(lambda answer: answer.replace(b'"version": 1', b'"version": 2')),
+    "an error": every_train(lambda answer: Undelivered("the app raised an exception")),
+}
+
+
+@pytest.mark.parametrize("what", sorted(GARBAGE))
+def test_a_node_that_answers_garbage_is_left_out_by_name(table, tmp_path, what):
+    """The others get the models of a local run in which the liar's clients were always away."""
+    algorithm, notes = make("fedavg", lr=0.1, batch=4), []
+    mail = nodes(table, tmp_path)
+    fed = federation(mail, algorithm, notes=notes)
+    mail.forge["node1"] = GARBAGE[what]
+    there = fit(fed, algorithm, 3)
+    assert {name for _, name, _ in there.left_out} == {"client b", "client c"}
+    missed = {(t, name) for t, name, _ in there.left_out}
+    here = fit(absent_in(local(table), missed), algorithm, 3)
+    close(there.state.x, here.state.x)
+    if what not in ("NaN", "infinite", "far too large"):
+        assert any(note.startswith("node1 is left out") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"kind": "eval", "nonce": "1"},
+        {"kind": "__init__", "nonce": "2"},
+        {"kind": "call", "run": "../../etc", "nonce": "3"},
+        {"kind": "call", "run": "ffffffff", "nonce": "4"},
+        {"kind": "hello"},
+        {"kind": "call", "run": RUN, "phase": "__class__", "algorithm": "ditto", "since": None, "nonce": "5"},
+        {"kind": "call", "run": RUN, "phase": "round", "algorithm": "ditto", "since": None, "nonce": "6"},
+        {"kind": "call", "run": RUN, "phase": "train", "algorithm": "fedavg", "since": None, "nonce": "7"},
+        {"kind": "call", "run": RUN, "phase": "train", "algorithm": "ditto", "since": [9, 9], "nonce": "8"},
+        {"kind": "score", "run": RUN, "round": "x", "split": "test", "nonce": "9"},
+    ],
+)
+def test_a_node_refuses_what_is_not_on_its_list(table, tmp_path, header):
+    mail = nodes(table, tmp_path)
+    federation(mail, make("ditto"))
+    answer, tensors = wire.decode(mail.sites["node0"].answer(wire.encode(header, {})))
+    assert answer["error"] and not tensors
+    for letter in (b"", b"\0" * 40, wire.encode({"nonce": "a"}, {})[:-1]):
+        assert wire.decode(mail.sites["node0"].answer(letter))[0]["error"]
+
+
+def test_a_message_is_answered_once(table, tmp_path):
+    mail = nodes(table, tmp_path)
+    federation(mail, make("ditto"))
+    name, letter = mail.sent[0]
+    answer, _ = wire.decode(mail.sites[name].answer(letter))
+    assert "answered before" in answer["error"]
+
+
+def absent_in(fed, missed):
+    """The federation in which these clients do not come in these rounds."""
+    from coterie.runtime.shard import Answer, Shard, Visits
+
+    class Gaps(Shard):
+        def fresh(self, seed=None):
+            return gaps(super().fresh(seed))
+
+        def run(self, call, visits, welcome=None, lasting=True, **more):
+            asked = torch.arange(len(self.ids)) if visits.at is None else visits.at
+            away = torch.tensor([lasting and (call.round, fed.names[k]) in missed for k in asked.tolist()])
+            if not away.any():
+                return super().run(call, visits, welcome, lasting, **more)
+            if away.all():
+                return Answer({}, came=~away)
+            call = type(call)(
+                **{**vars(call), "each": {name: value[~away] for name, value in call.each.items()}}
+            )
+            nth = None if visits.nth is None else visits.nth[~away]
+            answer = super().run(call, Visits(asked[~away], nth), welcome, lasting, **more)
+            return Answer(answer.named, answer.good, answer.parcels, came=~away)
+
+    def gaps(shard):
+        return Gaps(shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop)
+
+    fed.runtime = gaps(fed.runtime)
+    return fed
