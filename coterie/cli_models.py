@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli_arguments import require_place
+from coterie.cli_arguments import RunArgument, require_place
 from coterie.report import console
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file to the `coterie` command."""
     app.command(epilog="Example: coterie report runs/ditto runs/local --out report.html")(report)
+    app.command(epilog="Example: coterie export runs/ditto --client va --to onnx")(export)
 
 
 def report(
@@ -36,6 +37,24 @@ def report(
 
     require_place(out)
     console.show(f"Report written to {write_report(runs, out)}")
+
+
+def export(
+    run: RunArgument,
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript or csv")],
+    client: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="whose model; the common model for newcomers if not given"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file to write; in the run's folder if not given")
+    ] = None,
+) -> None:
+    """Take a client's model away, with the preprocessing inside; csv is for linear models."""
+    from coterie.runs.export import export as write
+
+    require_place(out)
+    console.show(f"Model of {client or 'newcomers'} written to {write(run, client, to, out)}")
 
 
 def report_beside(folder: Path) -> None:

@@ -139,11 +139,12 @@ class RunFacts:
 
     @functools.cached_property
     def personal(self) -> np.ndarray | None:
-        """The deployed models [n, d]; None where they are too large to look at here."""
+        """The deployed models [n, d]; None where they are too large to look at here, or stayed with the clients."""
         path = self.folder / "models" / "models.safetensors"
         if not path.exists() or path.stat().st_size > LARGEST_MODELS:
             return None
-        return files.read_tensors(path)[0]["personal"].double().numpy()
+        models = files.read_tensors(path)[0]["personal"].double().numpy()
+        return models if len(models) == len(self.names) else None
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFacts]:
@@ -205,14 +206,16 @@ def _run(path: Path) -> RunFacts:
     config = folder.config
     metrics = pl.read_parquet(path / "metrics.parquet")
     metric = "rmse" if "rmse" in metrics["metric"] else "accuracy"
+    roster = Roster.load(path)
+    names = files.read_json(path / "models" / "model.json")["clients"] if roster is None else roster.names
     run = RunFacts(
         folder=path,
         label=str(config["algorithm"]["name"]),
         config=config,
         environment=files.read_json(path / "environment.json"),
         result=files.read_json(path / RESULT),
-        names=files.read_json(path / "models" / "model.json")["clients"],
-        roster=Roster.load(path),
+        names=names,
+        roster=roster,
         metrics=metrics,
         ledger=pl.read_parquet(path / "ledger.parquet"),
         metric=metric,
