@@ -1,0 +1,138 @@
+"""The estimators: scikit-learn's own checks, groups, pipelines and searches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import polars
+import pytest
+import sklearn
+from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import coterie
+from coterie.data import bundled
+from coterie.sklearn import PersonalizedClassifier, PersonalizedRegressor
+
+FAST = {"rounds": 30, "settings": {"lr": 0.3}}
+
+
+@parametrize_with_checks([PersonalizedClassifier("local", **FAST), PersonalizedRegressor("local", **FAST)])
+def test_contract_of_scikit_learn(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+@pytest.fixture
+def flipped() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two groups that need opposite rules, so that no single model fits both."""
+    draw = np.random.default_rng(0)
+    X = draw.normal(size=(400, 3))
+    groups = np.repeat(["north", "south"], 200)
+    y = np.where((X[:, 0] > 0) == (groups == "north"), "sick", "well")
+    return X, y, groups
+
+
+@pytest.fixture
+def routing() -> Iterator[None]:
+    with sklearn.config_context(enable_metadata_routing=True):
+        yield
+
+
+def test_each_group_has_its_own_model(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    pooled = LogisticRegression().fit(X, y).score(X, y)
+    model = PersonalizedClassifier("ditto", settings={"lr": 0.3, "lam": 0.1}).fit(X, y, groups=groups)
+    assert model.score(X, y, groups=groups) > 0.9 > pooled + 0.2
+    assert model.groups_.tolist() == ["north", "south"] and model.classes_.tolist() == ["sick", "well"]
+    likely = model.predict_proba(X[:5], groups=groups[:5])
+    np.testing.assert_allclose(likely.sum(1), 1)
+    assert (model.classes_[likely.argmax(1)] == model.predict(X[:5], groups[:5])).all()
+
+
+def test_an_unknown_group_and_no_groups_get_the_common_model(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    model = PersonalizedClassifier("fedavg", validation=0.0, **FAST).fit(X, y, groups=groups)
+    strange = model.predict_proba(X[:7], groups=["east"] * 7)
+    np.testing.assert_array_equal(strange, model.predict_proba(X[:7]))
+    np.testing.assert_allclose(strange, model.predict_proba(X[:7], groups=groups[:7]), atol=1e-12)
+
+
+def test_the_same_as_the_library(flipped: tuple[np.ndarray, ...]) -> None:
+    X, _, groups = flipped
+    model = PersonalizedRegressor("local", settings={"exact": True}, rounds=1, l2=0.0, validation=0.0)
+    target = 3 * X[:, 0] * np.where(groups == "north", 1, -1) + 5
+    model.fit(X, target, groups=groups)
+    for name in ("north", "south"):
+        mine = groups == name
+        A = np.c_[X[mine], np.ones(mine.sum())]
+        direct = A @ np.linalg.lstsq(A, target[mine], rcond=None)[0]
+        np.testing.assert_allclose(model.predict(X[mine], groups[mine]), direct, atol=1e-8)
+    assert model.score(X, target, groups=groups) == pytest.approx(1.0)
+
+
+def test_parameters_and_clones(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    method = coterie.algorithms.find("ditto")(lam=0.2)
+    model = PersonalizedClassifier(method, rounds=7, seed=3)
+    copy = clone(model)
+    assert copy is not model and copy.get_params()["algorithm"] == method
+    assert copy.set_params(rounds=9).rounds == 9 and model.rounds == 7
+    first, second = (clone(model).fit(X, y, groups=groups).predict_proba(X, groups) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_pickle_predicts_without_the_rows(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    model = PersonalizedClassifier("ditto", **FAST).fit(X, y, groups=groups)
+    copy = pickle.loads(pickle.dumps(model))
+    assert hasattr(model, "run_") and not hasattr(copy, "run_")
+    np.testing.assert_array_equal(copy.predict(X, groups), model.predict(X, groups))
+
+
+def test_wrong_groups_are_refused(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    with pytest.raises(ValueError, match="400 rows"):
+        PersonalizedClassifier("local", **FAST).fit(X, y, groups=groups[:10])
+    with pytest.raises(coterie.CoterieError, match="Did you mean 'ditto'"):
+        PersonalizedClassifier("dito").fit(X, y)
+
+
+def test_known_clusters(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    model = PersonalizedClassifier("oracle", clusters={"north": "a", "south": "b"}, **FAST)
+    assert model.fit(X, y, groups=groups).score(X, y, groups=groups) > 0.9
+
+
+def test_groups_travel_through_a_search(flipped: tuple[np.ndarray, ...], routing: None) -> None:
+    X, y, groups = flipped
+    model = PersonalizedClassifier("ditto", rounds=20)
+    model.set_fit_request(groups=True).set_score_request(groups=True)
+    grid = {"settings": [{"lr": 0.3, "lam": 10.0}, {"lr": 0.3, "lam": 0.01}]}
+    search = GridSearchCV(model, grid, cv=StratifiedKFold(3)).fit(X, y, groups=groups)
+    assert search.best_params_["settings"]["lam"] == 0.01 and search.best_score_ > 0.9
+    found = cross_validate(model, X, y, params={"groups": groups}, cv=3)
+    assert found["test_score"].shape == (3,)
+
+
+def test_hospitals_in_a_pipeline(routing: None) -> None:
+    table = polars.read_csv(bundled.path("heart_disease"), null_values=["", "NA", "?"])
+    names = [
+        name for name in table.columns if name not in ("hospital", "sick") and table[name].dtype.is_numeric()
+    ]
+    X, y, groups = table.select(names).to_numpy(), table["sick"].to_numpy(), table["hospital"].to_numpy()
+    model = PersonalizedClassifier("ditto", settings={"lr": 0.1})
+    model.set_fit_request(groups=True).set_predict_request(groups=True).set_score_request(groups=True)
+    columns = ColumnTransformer([("all", SimpleImputer(), slice(0, X.shape[1]))])
+    pipeline = make_pipeline(columns, FunctionTransformer(), StandardScaler(), model)
+    pipeline.fit(X, y, groups=groups)
+    assert pipeline.predict(X, groups=groups).shape == y.shape
+    assert pipeline.score(X, y, groups=groups) > 0.78
