@@ -32,6 +32,26 @@ def line_plot(
     return figure
 
 
+def panel_plot(title: str, panels: Sequence[Mapping[str, Any]]) -> Any:
+    """Plots with the same lines two abreast; a panel has `x`, `y`, `log` and `curves`, as in `line_plot`."""
+    from plotly.colors import qualitative
+    from plotly.subplots import make_subplots
+
+    rows = (len(panels) + 1) // 2
+    figure = make_subplots(rows, 2, subplot_titles=[f"{one['y']} against {one['x']}" for one in panels])
+    colours = {name: k for k, name in enumerate(dict.fromkeys(n for one in panels for n in one["curves"]))}
+    for k, one in enumerate(panels):
+        place = {"row": k // 2 + 1, "col": k % 2 + 1}
+        for trace in line_plot(one["curves"], log=one["log"]).data:
+            colour = qualitative.Dark24[colours[trace.name] % len(qualitative.Dark24)]
+            trace.update(mode="lines", line_color=colour, legendgroup=trace.name, showlegend=k == 0)
+            figure.add_trace(trace, **place)
+        figure.update_xaxes(title=one["x"], **place)
+        figure.update_yaxes(title=one["y"], type="log" if one["log"] else "linear", **place)
+    figure.update_layout(title=title, template="plotly_white", height=420 * rows)
+    return figure
+
+
 def save_plot(path: Path, figure: Any) -> None:
     """Write a page and, unless it is there already, plotly's script beside it."""
     from plotly.offline import get_plotlyjs

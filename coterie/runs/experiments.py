@@ -69,12 +69,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """[[rows]]: the paper's number for a metric of a run, and how near ours has to be."""
+    """[[rows]]: the paper's number (or finding) for a metric of a run, and how near ours has to be."""
 
     label: str
     run: str
     metric: str
-    paper: float | None = None
+    paper: float | str | None = None
     tolerance: float | None = None
     at_least: float | None = None
     at_most: float | None = None
@@ -315,7 +315,7 @@ def _check(experiment: Experiment) -> None:
             _check_metric(experiment, row, (row.run,))
             if row.tolerance is None and row.at_least is None and row.at_most is None:
                 raise SettingError("nothing is checked; give a tolerance, at_least or at_most")
-            if row.tolerance is not None and row.paper is None:
+            if row.tolerance is not None and isinstance(row.paper, str | None):
                 raise SettingError("a tolerance needs the number of the paper")
     for claim in experiment.claims:
         with naming(path, f"[[claims]] {claim.label!r}"):

@@ -82,14 +82,21 @@ def run_job(experiment: Experiment, plan: Plan, seed: int, folder: Path) -> None
 
 def _measured(experiment: Experiment, plan: Plan, seed: int) -> Table:
     found = dict(measure(plan.measure or "")(experiment.only(plan.key), seed))
-    curve = found.pop("curve", None)
+    curve, plots = found.pop("curve", None), found.pop("plots", {})
     versions = {
         "coterie": coterie.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     metrics = {str(name): float(value) for name, value in found.items()}
-    return {"metrics": metrics, "clients": {}, "curve": curve, "settings": {}, "environment": versions}
+    return {
+        "metrics": metrics,
+        "clients": {},
+        "curve": curve,
+        "plots": plots,
+        "settings": {},
+        "environment": versions,
+    }
 
 
 def _trained(experiment: Experiment, plan: Plan, seed: int) -> Table:

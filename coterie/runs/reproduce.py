@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from coterie.errors import RunError, SettingError, nearest
-from coterie.report.plots import line_plot, save_plot
+from coterie.report.plots import line_plot, panel_plot, save_plot
 from coterie.runs import files
 from coterie.runs.experiments import Claim, Experiment, Row, Table, Watch
 from coterie.runs.jobs import Job, finished, run_job
@@ -89,11 +89,14 @@ class Reproduction:
         return "\n".join([*lines, "", f"Mean ± standard deviation over the seeds {seeds}.", ""])
 
     def save(self, jobs: int) -> None:
-        """settings.toml, environment.json, plot.html, table.md and, last, table.json."""
+        """settings.toml, environment.json, plot.html and plots/, table.md and, last, table.json."""
         folder, first = self.folder, next(iter(self.records.values()))
         files.write_toml(folder / "settings.toml", self._settings())
         files.write_json(folder / "environment.json", {**first["environment"], "jobs": jobs})
         save_plot(folder / "plot.html", self._plot())
+        for (key, seed), record in self.records.items():
+            for name, plot in record.get("plots", {}).items():
+                save_plot(folder / "plots" / f"{key}-{seed}-{name}.html", panel_plot(**plot))
         files.write_text(folder / "table.md", self.markdown())
         files.write_json(folder / "table.json", self.json())
 
@@ -275,7 +278,9 @@ def _spread(values: list[float]) -> float:
 def _row(experiment: Experiment, row: Row, records: Records) -> Result:
     values = _values(experiment, row.run, row, records)
     ours = statistics.fmean(values)
-    near = row.tolerance is None or row.paper is None or abs(ours - row.paper) <= row.tolerance
+    near = (
+        row.tolerance is None or isinstance(row.paper, str | None) or abs(ours - row.paper) <= row.tolerance
+    )
     inside = (row.at_least is None or ours >= row.at_least) and (row.at_most is None or ours <= row.at_most)
     return Result(row.label, row.metric, row.paper, ours, _spread(values), near and inside)
 

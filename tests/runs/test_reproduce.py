@@ -242,6 +242,7 @@ measure = "coterie.pretended:b"
     [
         ("paper = 2.5\ntolerance = 0.5", True),
         ("paper = 2.6\ntolerance = 0.5", False),
+        ('paper = "what it found"\nat_least = 2.0', True),
         ("at_least = 2.0", True),
         ("at_least = 2.1", False),
         ("at_most = 2.0", True),
@@ -287,6 +288,28 @@ def test_measure_sees_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         run(path)
     record = json.loads(next((tmp_path / "out" / "jobs").glob("a-1-*")).read_text())
     assert record["metrics"] == {"n": 1.0, "a": 1.0}
+
+
+def test_a_measure_may_bring_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = {
+        "x": "rounds",
+        "y": "loss",
+        "log": True,
+        "curves": {"slow": [[0, 1], [1.0, 0.5]], "zero": [[0], [0.0]]},
+    }
+    plots = {"loss": {"title": "Down it goes", "panels": [panel, {**panel, "x": "floats"}, panel]}}
+    offer(
+        monkeypatch,
+        a=lambda experiment, seed: {"x": 1, "plots": plots},
+        b=lambda experiment, seed: {"x": 2},
+    )
+    path = tmp_path / "measured.toml"
+    path.write_text(MEASURED)
+    run(path)
+    pages = sorted(page.name for page in (tmp_path / "out" / "plots").glob("*.html"))
+    assert pages == ["a-1-loss.html", "a-3-loss.html"]
+    page = (tmp_path / "out" / "plots" / "a-1-loss.html").read_text()
+    assert "Down it goes" in page and "loss against floats" in page and "slow" in page
 
 
 @pytest.mark.parametrize(
