@@ -246,7 +246,7 @@ def plan(
     fed = load_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2)
     console.notes(fed.table.warnings)
     chosen = plans.plan(fed, accuracy, rounds=rounds, megabytes=budget_mb, solver=solver, encoding=compressor)
-    console.show(*plan_tables(chosen))
+    console.show(*plan_tables(chosen, l2))
     write_json(json, chosen.json())
     if plot is not None:
         save_plot(plot, plan_plot(chosen, *plans.measure(fed, chosen, max(chosen.rounds, 2))))

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from coterie.runs.plan import Plan
 
 
-def plan_tables(plan: Plan) -> list[str | Table]:
-    """The choice in words, and the trade-off: what each alpha costs."""
+def plan_tables(plan: Plan, l2: float | None = None) -> list[str | Table]:
+    """The choice in words, and the trade-off: what each alpha costs; `l2` is that of the model."""
     table = Table(title=f"What each alpha needs to come within {plan.target:g} of the best mixture")
     for name in ("alpha", "certificate", "bound", "rounds", "MB"):
         table.add_column(name, justify="right")
@@ -31,6 +31,12 @@ def plan_tables(plan: Plan) -> list[str | Table]:
         f"directions together. After the first round the loss is at most {plan.certificate:.3g} from its best "
         "(certificate; the bound from constants alone is beside it)."
     )
+    if plan.alpha == 0.0:
+        alone = (
+            "Theory allows alpha = 0 only: within this budget no mixture is certain to come that near its best. "
+            "Each client trains alone, and nothing is sent."
+        )
+        return [table, alone]
     how = " ".join(
         f"--set {name}={getattr(plan.algorithm, name)}"
         for name in ("alpha", "solver", "compressor", "start_at", "lr")
@@ -38,13 +44,16 @@ def plan_tables(plan: Plan) -> list[str | Table]:
     return [
         table,
         words,
-        f"The same as a run: coterie fit ... --l2 X --algorithm flix --rounds {plan.rounds} {how}",
+        f"The same as a run: coterie fit ... {'' if l2 is None else f'--l2 {l2:g} '}--algorithm flix "
+        f"--rounds {plan.rounds} {how}",
     ]
 
 
 def plan_plot(plan: Plan, bound: Sequence[float], measured: Sequence[float]) -> Any:
-    """Theory's bound and the measured gap, round by round."""
-    rounds = list(range(1, len(bound) + 1))
-    curves = {"bound": (rounds, list(bound)), "measured": (rounds, list(measured))}
-    title = f"FLIX, alpha = {plan.alpha:g}: loss above the best mixture"
+    """Theory's bound (for diana on the mean) and the measured gap of the plan's solver, round by round."""
+    rounds, method = list(range(1, len(bound) + 1)), plan.algorithm
+    promise = "bound" if method.solver == "dgd" else "bound on the mean"
+    curves = {promise: (rounds, list(bound)), "measured": (rounds, list(measured))}
+    how = method.solver if method.compressor == "identity" else f"{method.solver} with {method.compressor}"
+    title = f"FLIX, alpha = {plan.alpha:g}, {how}: loss above the best mixture"
     return line_plot(curves, title=title, x="communication round", y="gap", log=True)

@@ -17,6 +17,7 @@ from coterie.federation.federation import Federation
 from coterie.federation.state import State
 from coterie.models.base import norm
 from coterie.runs.experiments import Experiment
+from coterie.runs.flix_runs import local_models, states
 from coterie.runs.plan import Watched
 
 TRAIN, TEST = 50, 2000
@@ -98,11 +99,8 @@ def sine(experiment: Experiment, seed: int) -> dict[str, float]:
     plan = experiment.plans[0]
     asked: dict[str, Any] = {"local_tol": 1e-2, "local_steps": 500, **plan.settings}
     fed = federation(tuple(asked["sizes"]), seed)
-    local = LineSearch(alpha=0.5, local_tol=asked["local_tol"], local_steps=asked["local_steps"])
-    trial = fed.fresh()
-    trial.enter_round(0, None)
-    trial.map(local.begin)
-    own = trial.runtime.store.columns["own"].rows
+    at_home = LineSearch(alpha=0.5, local_tol=asked["local_tol"], local_steps=asked["local_steps"])
+    own = local_models(fed, at_home)
     found: dict[str, float] = {}
     for name, stop in (("loose", 1e-2), ("tight", 1e-3)):
         errors = {a: _error(fed, own, a, stop, asked["steps"]) for a in (0.0, *asked["alphas"], 1.0)}
@@ -116,14 +114,9 @@ def sine(experiment: Experiment, seed: int) -> dict[str, float]:
 
 def _error(fed: Federation, own: Tensor, alpha: float, stop: float, steps: int) -> float:
     """Mean squared test error of the deployed mixtures, the local models being given."""
-    trial = fed.fresh()
-    trial.runtime.store.write("own", None, own)
     algorithm = LineSearch(alpha=alpha, stop=stop, solver="sgd", lr=1.0, batch=0)
-    trial.enter_round(0, None)
-    s = algorithm.start(trial)
-    for t in range(1, steps + 1):
-        trial.enter_round(t, s)
-        s = algorithm.round(trial, s, t)
-        if s.done or alpha == 0.0:
-            break
+    rounds = states(fed, algorithm, steps if alpha > 0 else 0, own)
+    trial, s = next(rounds)
+    while not s.done and (after := next(rounds, None)):
+        trial, s = after
     return 2.0 * float(trial.evaluate(algorithm, s, "test")["loss"].mean())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from coterie import models
 from coterie.algorithms import Algorithm, make
+from coterie.algorithms.flix import FLIX
 from coterie.data.xml_texts import stackexchange
 from coterie.federation.federation import Federation
 from coterie.runs.experiments import Experiment, shared_data
 from coterie.runs.fit import fit
+from coterie.runs.flix_networks import mixed
+from coterie.runs.flix_runs import local_models
 from coterie.runs.history import mean_over_clients
 
 SPLIT = (0.6, 0.2, 0.2)
@@ -18,9 +23,10 @@ TOP = 5
 
 
 def tags(experiment: Experiment, seed: int) -> dict[str, float]:
-    """Recall@5 on test posts of FLIX for every alpha, and of FOMAML and Reptile tuned on validation posts.
+    """Recall@5 on test posts of FLIX for every alpha, and of FOMAML and Reptile, all tuned on validation posts.
 
-    Settings: words, tags, min_posts, alphas, l2; the rounds are those of the run, for every method.
+    Settings: words, tags, min_posts, l2, alphas, flix (settings), local_steps (those tried), and the grids fomaml and
+    reptile; the rounds are those of the run, for every method. `flix` may choose alpha = 0 and 1 too.
     """
     plan = experiment.plans[0]
     asked = dict(plan.settings)
@@ -31,36 +37,32 @@ def tags(experiment: Experiment, seed: int) -> dict[str, float]:
     fed = Federation.from_clients(clients, model, split=SPLIT, seed=seed)
     found = {"clients": float(fed.n), "rows": float(sum(len(y) for y in clients.ys))}
     scores: dict[float, tuple[float, float]] = {}
-    for alpha in (0.0, *asked["alphas"], 1.0):
-        scores[alpha] = _scores(fed, make("flix", alpha=alpha, local_tol=1e-4), plan.rounds)
-        found[f"flix_{alpha:g}"] = scores[alpha][1]
-    chosen = min(scores, key=lambda alpha: scores[alpha][0])
-    found |= {"flix": scores[chosen][1], "alpha": chosen}
-    for name, grid in GRIDS.items():
-        tried = [_scores(fed, make(name, batch=0, **settings), plan.rounds) for settings in grid]
-        found[name] = min(tried)[1]
-        found[f"gain_over_{name}"] = found["flix"] - found[name]
-    found["gain_over_local"] = found["flix"] - found["flix_0"]
-    return found
+    for steps in asked["local_steps"]:
+        settings = {**asked["flix"], "local_steps": steps}
+        own = local_models(fed, FLIX(alpha=0.5, **settings))
+        for alpha in (0.0, *asked["alphas"], 1.0):
+            if alpha < 1.0 or alpha not in scores:
+                score = _scores(fed, mixed(fed, own, FLIX(alpha=alpha, **settings), plan.rounds))
+                scores[alpha] = min(score, scores.get(alpha, score))
+    found |= {f"flix_{alpha:g}": score[1] for alpha, score in scores.items()}
+    chosen = min(scores, key=lambda alpha: scores[alpha])
+    found |= {"alpha": chosen, "flix": scores[chosen][1]}
+    for name in ("fomaml", "reptile"):
+        grid = asked[name]
+        tried = (dict(zip(grid, point, strict=True)) for point in itertools.product(*grid.values()))
+        found[name] = min(_trained(fed, make(name, batch=0, **one), plan.rounds) for one in tried)[1]
+    rivals = {"local": scores[0.0][1], "shared": scores[1.0][1]}
+    rivals |= {name: found[name] for name in ("fomaml", "reptile")}
+    return found | {f"gain_over_{name}": found["flix"] - value for name, value in rivals.items()}
 
 
-GRIDS: dict[str, list[dict[str, float]]] = {
-    "fomaml": [
-        {"lr": lr, "inner_lr": inner, "tuning_steps": steps}
-        for lr in (3.0, 10.0)
-        for inner in (1.0, 5.0)
-        for steps in (5, 50)
-    ],
-    "reptile": [
-        {"lr": lr, "meta_lr": 1.0, "tuning_steps": steps} for lr in (1.0, 3.0, 10.0) for steps in (5, 50)
-    ],
-}
+def _trained(fed: Federation, algorithm: Algorithm, rounds: int) -> tuple[float, float]:
+    return _scores(fed, fit(fed, algorithm, rounds, evaluate_every=0, score_test=False).personal)
 
 
-def _scores(fed: Federation, algorithm: Algorithm, rounds: int) -> tuple[float, float]:
-    """Mean loss on validation rows, by which methods choose, and recall@5 on test rows."""
-    run = fit(fed, algorithm, rounds, evaluate_every=0, score_test=False)
-    return mean_over_clients(run.score("validation", "loss")), recall(fed, run.personal, "test")
+def _scores(fed: Federation, personal: Tensor) -> tuple[float, float]:
+    """Mean loss on validation rows, by which settings are chosen, and recall@5 on test rows."""
+    return mean_over_clients(fed.score(personal, "validation")["loss"]), recall(fed, personal, "test")
 
 
 def recall(fed: Federation, personal: Tensor, split: str, top: int = TOP) -> float:

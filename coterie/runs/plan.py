@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from coterie.errors import SettingError
 from coterie.federation.client import Client
 from coterie.federation.compressors import compressor
 from coterie.federation.federation import Federation
+from coterie.runs.flix_runs import states
 from coterie.theory import flix as theory
 from coterie.theory.flix import Mixture
 
@@ -167,31 +169,26 @@ def steps_needed(mixture: Mixture, solver: str, omega: float, gap: float, target
 
 
 def measure(fed: Federation, chosen: Plan, rounds: int) -> tuple[list[float], list[float]]:
-    """The gap f~(x) - min f~ after 1, 2, ... rounds as theory bounds it and as it is.
+    """The gap f~(x) - min f~ of the plan's solver after 1, 2, ... rounds as theory bounds it and as it is.
 
     min f~ is taken from a run of gradient descent that theory says is exact to a thousandth of the last bound.
     """
-    facts = survey(fed)
-    mixture = Mixture.equal(chosen.alpha, facts.smoothness, facts.convexity)
-    rate = theory.dgd_rate(mixture)
-    bound = [chosen.certificate * rate**k for k in range(rounds)]
+    solver, method = chosen.algorithm.solver, chosen.algorithm
+    mixture, omega = method.mixture(fed), _omega(method.compressor, fed.d)
+    bound = theory.gap_bounds(solver, mixture, omega, chosen.certificate, rounds)
     enough = theory.dgd_rounds(mixture, max(bound[0], 1e-300), max(1e-3 * bound[-1], 1e-15))
-    descent = FLIX(alpha=chosen.alpha, lr=theory.dgd_step(mixture), start_at="average")
-    curve = mixed_losses(fed, descent, max(rounds, enough + 1, 1))
-    least = min(curve)
-    return bound, [max(0.0, value - least) for value in curve[:rounds]]
+    descent = method.replace(solver="dgd", compressor="identity", lr=theory.dgd_step(mixture))
+    exact = mixed_losses(fed, descent, enough + 1)  # type: ignore[arg-type]
+    curve = mixed_losses(fed, method, rounds)
+    least = min(exact + curve)
+    return bound, [max(0.0, value - least) for value in curve]
 
 
 def mixed_losses(fed: Federation, algorithm: FLIX, rounds: int) -> list[float]:
     """f~(x) after each round, with the regulariser, which evaluation leaves out."""
-    probe, trial = Watched(**algorithm.settings()), fed.fresh()
-    trial.enter_round(0, None)
-    state, found = probe.start(trial), []
-    for t in range(1, rounds + 1):
-        trial.enter_round(t, state)
-        state = probe.round(trial, state, t)
-        found.append(float(trial.map(probe.mixed_loss, x=state.x).mean(uniform=True)))
-    return found
+    probe = Watched(**algorithm.settings())
+    every = itertools.islice(states(fed, probe, rounds), 1, None)
+    return [float(trial.map(probe.mixed_loss, x=s.x).mean(uniform=True)) for trial, s in every]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class Mixture:
     @classmethod
     def equal(cls, alpha: float, smoothness: Tensor, convexity: Tensor) -> Mixture:
         """The same alpha for all."""
-        return cls(torch.full((smoothness.numel(),), float(alpha)), smoothness, convexity)
+        alphas = torch.full((smoothness.numel(),), float(alpha), dtype=torch.float64)
+        return cls(alphas, smoothness, convexity)
 
     @property
     def n(self) -> int:
@@ -150,17 +151,30 @@ def dgd_rounds(mixture: Mixture, gap: float, eps: float) -> int:
 
 
 def diana_rounds(mixture: Mixture, omega: float, gap: float, eps: float) -> int:
-    """Rounds after which DIANA, its shifts started at the gradients, is eps-accurate in the mean.
+    """Rounds after which DIANA, its shifts started at the gradients, is eps-accurate in the mean."""
+    if mixture.mu <= 0 or gap <= eps:
+        return _rounds(gap, eps, 1.0, mixture)
+    return _rounds(max(gap, diana_scale(mixture, omega, gap)), eps, diana_rate(mixture, omega), mixture)
+
+
+def diana_scale(mixture: Mixture, omega: float, gap: float) -> float:
+    """DIANA's mean gap after k rounds from a point with this gap is at most scale * rate^k.
 
     |x - x*|^2 <= 2 gap / mu and mean |h_i - G_i(x*)|^2 <= 2 max_i(alpha_i^2 L_i) gap bound the Lyapunov function
     |x - x*|^2 + 4 gamma^2 omega / (n beta) mean |h_i - G_i(x*)|^2, and f~ - min f~ <= L_alpha / 2 |x - x*|^2.
     """
-    if mixture.mu <= 0:
-        return _rounds(gap, eps, 1.0, mixture)
     gamma, beta = diana_step(mixture, omega), diana_beta(omega)
     shifts = 2.0 * float(mixture.curvatures.max()) * gap
     energy = 2.0 * gap / mixture.mu + 4.0 * gamma**2 * omega / (mixture.n * beta) * shifts
-    return _rounds(max(gap, 0.5 * mixture.L * energy), eps, diana_rate(mixture, omega), mixture)
+    return 0.5 * mixture.L * energy
+
+
+def gap_bounds(solver: str, mixture: Mixture, omega: float, gap: float, rounds: int) -> list[float]:
+    """What the gap stays below after 0, 1, ..., rounds - 1 steps of dgd, or of diana in the mean."""
+    if solver != "diana" or gap == 0:
+        return [gap * dgd_rate(mixture) ** k for k in range(rounds)]
+    scale, rate = diana_scale(mixture, omega, gap), diana_rate(mixture, omega)
+    return [gap, *(scale * rate**k for k in range(1, rounds))]
 
 
 def dcgd_floor(mixture: Mixture, omega: float, slopes: Tensor) -> float:
