@@ -163,11 +163,17 @@ def _finite(value: float) -> float | None:
 def run_notes(run: Run) -> list[str]:
     """Notes on answers that could not be used and rounds in which nobody answered."""
     notes = []
-    if run.left_out:
-        who = dict.fromkeys(name for _, name, _ in run.left_out)
+    wild = [(t, name) for t, name, why in run.left_out if "not finite" in why]
+    missed = [(t, name) for t, name, why in run.left_out if "not finite" not in why]
+    if wild:
         notes.append(
-            f"{len(run.left_out)} answers, from round {run.left_out[0][0]} on, were not finite and were left "
-            f"out ({some(who)}). A smaller step size may help."
+            f"{len(wild)} answers, from round {wild[0][0]} on, were not finite and were left "
+            f"out ({some(dict.fromkeys(name for _, name in wild))}). A smaller step size may help."
+        )
+    if missed:
+        notes.append(
+            f"{len(missed)} answers, from round {missed[0][0]} on, did not come or could not be used "
+            f"({some(dict.fromkeys(name for _, name in missed))})."
         )
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because nobody answered.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from coterie.federation.federation import Federation
 from coterie.models.base import Model
 from coterie.models.description import description, from_description
 from coterie.runtime import wire
-from coterie.runtime.post import Desk, Letter
+from coterie.runtime.post import Desk, Late, Letter
 from coterie.runtime.remote import PATIENCE, Place, Remote, Setup
 
 FEDERATED = "federated"  # marks the data of a run that a resume cannot read from a file
@@ -68,7 +69,7 @@ def survey(
     `nodes` names the clients each is expected to have; one that does not answer in time may join later with them.
     """
     hello = {"kind": "hello", "run": run, "roles": wishes.roles.to_json()}
-    told = _told(desk, desk.ask({name: (hello, {}) for name in sorted(nodes)}, patience))
+    told = _told(desk, _greeted(desk, sorted(nodes), hello, patience))
     if not told:
         raise RunError(
             f"none of {len(nodes)} nodes answered within {patience:g} s. Start them with `coterie federate node`, and "
@@ -136,6 +137,23 @@ def connect(desk: Desk, assembly: Assembly, algorithm: Algorithm, dropout: float
         dropout=dropout,
         table=Table(options, Preprocessor.from_json(assembly.preprocessor), assembly.warnings),
     )
+
+
+def _greeted(
+    desk: Desk, names: Sequence[str], hello: dict[str, Any], patience: float
+) -> dict[str, wire.WireError | Letter]:
+    """Answers to a greeting; who is not signed in yet is greeted again until patience ends."""
+    answers: dict[str, wire.WireError | Letter] = {}
+    end = time.monotonic() + patience
+    missing = list(names)
+    while missing:
+        left = end - time.monotonic()
+        answers |= desk.ask({name: (hello, {}) for name in missing}, max(left, 0.0))
+        missing = [name for name in names if isinstance(answers[name], Late)]
+        if time.monotonic() >= end:
+            break
+        time.sleep(min(0.5, patience))
+    return answers
 
 
 def _told(desk: Desk, answers: Mapping[str, wire.WireError | Letter]) -> dict[str, Any]:

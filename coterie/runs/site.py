@@ -44,6 +44,11 @@ class Site:
         self._frames: dict[Roles, Any] = {}
         self._raw: Any = None
 
+    def check(self) -> int:
+        """Read the table, so that what is wrong with it is known before the server asks; its number of rows."""
+        self._raw = tables.read(self.source)
+        return int(self._raw.height)
+
     def answer(self, message: bytes) -> bytes:
         """Always an answer: what cannot be done is said in `error`, with a `code` where the server can act on it."""
         nonce: Any = None

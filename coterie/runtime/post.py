@@ -38,6 +38,7 @@ class Desk:
     carrier: Carrier
     deadline: float = 60.0
     note: Callable[[str], None] = field(default=lambda text: None)
+    away: set[str] = field(default_factory=set)  # nodes that are not waited for
 
     def ask(
         self, letters: Mapping[str, Letter], deadline: float | None = None
@@ -51,9 +52,7 @@ class Desk:
         }
         tickets = self.carrier.send(encoded, limit)
         waiting = {ticket: name for name, ticket in tickets.items()}
-        answers: dict[str, Any] = {
-            name: wire.WireError("could not be reached") for name in letters if name not in tickets
-        }
+        answers: dict[str, Any] = {name: Late("is not signed in") for name in letters if name not in tickets}
         end, pause = time.monotonic() + limit, POLL[0]
         while waiting:
             for ticket, content in self.carrier.fetch(list(waiting)).items():

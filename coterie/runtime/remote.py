@@ -163,6 +163,7 @@ class Remote:
                 self._lose(place, wire.WireError("sizes that cannot be read"))
                 continue
             place.here = True
+            self.desk.away.discard(place.name)
             if not place.known:
                 place.known = True
                 found.append((place.ids, rows))
@@ -222,6 +223,7 @@ class Remote:
         self.desk.note(f"{place.name} is left out: {problem}")
         if isinstance(problem, Late | Forgot):
             place.here = False
+            self.desk.away.add(place.name)
         if isinstance(problem, Forgot):
             place.stamp = place.floor = None
 
