@@ -27,6 +27,7 @@ from coterie.cli_arguments import (
     require_place,
     write_json,
 )
+from coterie.cli_federate import app as federate_app
 from coterie.errors import CoterieError, SettingError
 from coterie.report import console
 
@@ -46,6 +47,7 @@ data_app = typer.Typer(
     epilog="Example: coterie data describe heart_disease --client hospital --target sick",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(federate_app, name="federate")
 cli_models.register(app)
 
 
