@@ -28,6 +28,23 @@ def test_plan_prints_the_choice_and_writes_plot_and_json(command, tmp_path):
     assert "bound" in page and "measured" in page
 
 
+def test_plan_for_megabytes_and_diana_draws_diana_and_gives_a_command_that_runs(command, tmp_path):
+    place = tmp_path / "p.html"
+    result = command(
+        "plan", *HEART, "--accuracy", 0.01, "--budget-mb", 0.2, "--solver", "diana", "--compressor", "natural",
+        "--plot", place,
+    )  # fmt: skip
+    words = " ".join(result.out.split())
+    assert result.code == 0 and "Theory allows alpha" in words
+    assert "diana with natural" in place.read_text() and "bound on the mean" in place.read_text()
+    asked = words.split("coterie fit ... ")[1].split()
+    again = command("fit", *HEART, *asked, "--out", tmp_path / "run")
+    assert again.code == 0, again.err
+    ledger = polars.read_parquet(tmp_path / "run" / "ledger.parquet").filter(polars.col("kind") != "evaluate")
+    spent = int(ledger["bytes_up"].sum() + ledger["bytes_down"].sum())
+    assert f"{spent / 1e6:.4f} MB" in words and spent <= 0.2e6
+
+
 def test_fit_keeps_the_budget_to_the_byte(command, tmp_path):
     spent = {}
     for budget in (0.02, 0.03):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import polars
 
     from coterie.algorithms.base import Algorithm
+    from coterie.runs.adapt import Adapted
     from coterie.runs.compare import Comparison
     from coterie.runs.run import Run
 
@@ -193,6 +194,16 @@ def _observed(run: Run) -> dict[str, float]:
         for t, split, metric, value in run.history.blocks
         if t == run.rounds and split == "server" and value.dim() == 0
     }
+
+
+def adapted_table(found: Adapted) -> Table:
+    """Newcomers: their model beside the common one and one trained alone, on their own test rows."""
+    show = _Decimals.for_metric(found.metric, found.scores["common"])
+    title = f"Newcomers, test {found.metric} ({direction(found.metric)})"
+    columns: list[Column] = [("training rows", [str(rows) for rows in found.rows["train"]])]
+    for name, values in found.scores.items():
+        columns.append((name, ["no rows" if math.isnan(value) else show(value) for value in values]))
+    return _numbers(title, ("client", found.names), [*columns, ("how", found.how)])
 
 
 def prediction_notes(predictions: polars.DataFrame, client: str) -> list[str]:

@@ -75,6 +75,8 @@ def resume(
     dtype or versions differ from what the run recorded.
     """
     folder = RunFolder.open(Path(path))
+    if "adapt" in folder.config:
+        raise RunError(f"{path} holds adapted models; there is nothing to resume")
     algorithm, plan = folder.algorithm(), folder.plan()
     fed = (folder.federation() if fed is None else fed).fresh()
     started = time.perf_counter()

@@ -144,10 +144,12 @@ class RunFolder:
 
     def finish(self, run: Run) -> None:
         """Models, tables and, last, the result that marks the run as complete."""
+        from coterie.runs.adapt import save_state
         from coterie.runs.predict import save_models
         from coterie.runs.roster import Roster
 
         save_models(self.path / "models", run)
+        save_state(self.path, run.state)
         Roster.of(run.fed).save(self.path)
         traces = run.history.traces(run.fed.n)
         if traces:

@@ -215,6 +215,17 @@ def test_auto_chooses_on_validation_rows_and_reports_one_number(loop, logistic):
         torch.testing.assert_close(stacked.personal, run.personal, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{}, {"solver": "diana", "compressor": "rand-2"}], ids=str)
+def test_auto_costs_one_number_per_visit_more_than_a_given_alpha(settings, logistic):
+    fed, rounds = logistic(n=6, rows=60, split=(0.5, 0.3, 0.2)), 20
+    auto, given = (
+        coterie.fit(fed, FLIX(alpha=alpha, **settings), rounds).fed.ledger for alpha in ("auto", 0.5)
+    )
+    assert auto.total("floats_up") - given.total("floats_up") == rounds * fed.n
+    for count in ("messages_up", "messages_down", "floats_down", "bytes_down"):
+        assert auto.total(count) == given.total(count)
+
+
 SETTINGS = [
     {},
     {"solver": "one-shot"},

@@ -8,6 +8,7 @@ import torch
 import coterie
 from coterie import Federation, models
 from coterie.errors import SettingError
+from coterie.report.budget import plan_plot
 from coterie.runs.plan import cost, measure, mixed_losses, plan, rounds_within, survey
 from coterie.theory import flix as theory
 from coterie.theory.flix import Mixture
@@ -113,6 +114,30 @@ def test_diana_plans_count_what_it_sends():
         rounds_within(chosen.algorithm, fed, spent) == 6
         and rounds_within(chosen.algorithm, fed, spent - 1) == 5
     )
+
+
+@pytest.mark.parametrize("solver, encoding", [("dgd", "identity"), ("diana", "rand-1")])
+def test_the_curve_is_that_of_the_solver_asked_for_and_stays_below_its_bound(solver, encoding):
+    fed = random_federation(12)
+    chosen = plan(fed, 1e-3, solver=solver, encoding=encoding)
+    assert chosen.rounds > 1 and (chosen.algorithm.solver, chosen.algorithm.compressor) == (solver, encoding)
+    bound, gaps = measure(fed, chosen, chosen.rounds)
+    assert bound[0] == chosen.certificate and all(b >= g for b, g in zip(bound, gaps, strict=True))
+    assert gaps[-1] <= chosen.target and bound[-1] <= chosen.target < bound[-2]
+    losses = mixed_losses(fed, chosen.algorithm, 3)
+    fallen = [losses[0] - loss for loss in losses]
+    assert [gaps[0] - gap for gap in gaps[:3]] == pytest.approx(fallen, abs=1e-12)
+    drawn = plan_plot(chosen, bound, gaps)
+    assert solver in drawn.layout.title.text and encoding.removeprefix("identity") in drawn.layout.title.text
+
+
+def test_what_one_round_makes_certain_needs_no_more():
+    fed = random_federation(12)
+    for solver, encoding in (("dgd", "identity"), ("diana", "rand-1")):
+        chosen = plan(fed, 1e-3, rounds=1, solver=solver, encoding=encoding)
+        larger = [one for one in chosen.options if one.alpha > chosen.alpha]
+        assert chosen.rounds == 1 and 0 < chosen.certificate <= 1e-3
+        assert all(one.certificate > 1e-3 for one in larger)
 
 
 @pytest.mark.parametrize(
