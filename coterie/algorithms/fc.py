@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.algorithms.pdl_tc import at_each, moved
+from coterie.algorithms.neighbours import at_each, ball_quality, moved, strangers
 from coterie.federation.client import Client
 from coterie.federation.federation import Federation
 from coterie.federation.ledger import INSIDE
 from coterie.federation.state import State
-from coterie.theory.cluster_quality import cluster_quality
 from coterie.theory.sketch import PARTS, clustered_part
-from coterie.theory.threshold import Rule, Size
+from coterie.theory.threshold import Clustering, Size, threshold_cluster
 
 
 @dataclass(frozen=True)
@@ -37,23 +36,17 @@ class Fc(Algorithm):
 
     def start(self, fed: Federation) -> State:
         size = self.size or int(torch.bincount(fed.known_clusters(f"{self.name} with size = 0")).min())
-        groups = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
-        neighbours = torch.zeros(fed.n, device=fed.device)
-        return State(
-            size=size, models=fed.initial_model().repeat(fed.n, 1), groups=groups, neighbours=neighbours
-        )
+        return State(size=size, **strangers(fed))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        def part(points: Tensor) -> Tensor:
-            return clustered_part(points, self.cluster_on, fed.model, self.width, fed.seed)
-
-        def nearest(points: int) -> Rule:
-            return Size(min(1.0, s.size / points))
+        def look(points: Tensor, starts: Tensor) -> Clustering:
+            part = clustered_part(points, self.cluster_on, fed.model, self.width, fed.seed)
+            nearest = Size(min(1.0, s.size / len(part)))
+            return threshold_cluster(part, start_weights=starts, rule=nearest, rounds=self.passes)
 
         r = fed.map(self.own_slope, each={"x": s.models}, link=INSIDE)
-        v, links = at_each(fed, self.slope, s.models, r, part, nearest, self.passes)
-        after = moved(fed, s, r.ids, s.models[r.ids] - self.lr * v, links, r.ids)
-        return State(size=s.size, **after.fields())
+        v, links = at_each(fed, self.slope, s.models, r, look)
+        return moved(fed, s, r.ids, s.models[r.ids] - self.lr * v, links)
 
     def slope(self, client: Client, x: Tensor) -> Tensor:
         return client.grad(x)
@@ -68,7 +61,7 @@ class Fc(Algorithm):
         return {}, {"x": s.models}
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
-        return {**cluster_quality(s.groups, fed.clusters), "neighbours": s.neighbours}
+        return ball_quality(fed, s)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         return {"own_slope": (0, 0), "slope": (d, d)}

@@ -14,11 +14,11 @@ from coterie.federation.client import Client
 from coterie.federation.federation import Federation
 from coterie.federation.randomness import key
 from coterie.federation.state import State
+from coterie.theory.cluster_count import estimate_clusters
 from coterie.theory.cluster_quality import align_labels, cluster_quality
 from coterie.theory.sketch import PARTS, clustered_part
 from coterie.theory.threshold import (
     Clustering,
-    estimate_clusters,
     group_weights,
     make_rule,
     seed_weights,
@@ -35,14 +35,16 @@ class PflTc(Algorithm):
 
     at="own", as printed:  m_i <- momentum u_i(x_i) + (1 - momentum) m_i,   V = Threshold-Clustering({m_i}),
         x_i <- x_i - lr v_{a(i)},   a(i) the nearest centre,   all x_i from one start
-    at="common":  every client answers at each cluster's model y_k;  v_k = the threshold centre of {u_i(y_k)}_i
-        started from k's last members,   m_k <- momentum v_k + (1 - momentum) m_k,   y_k <- y_k - lr m_k,
-        i goes to the k with the smallest |u_i(y_k) - v_k|
+    at="common":  first everybody takes `warmup` steps alone from the common start, and the centres of where they
+        get to are the first models y_k;  then every client answers at each y_k;  v_k = the threshold centre of
+        {u_i(y_k)}_i started from k's last members,   m_k <- momentum v_k + (1 - momentum) m_k,
+        y_k <- y_k - lr m_k,   i goes to the k with the smallest |u_i(y_k) - v_k|
 
     u_i is a gradient (steps = 1) or (x - y)/lr after local steps. Corrected signs and divisor: see the page.
     At own points all gradients vanish at the clients' optima and clusters merge there; at common points not.
-    Deviation: with at="common" the momentum is that of the centre, equal to the centre of momentums while
-    balls are stable, so that nobody stores K vectors per client.
+    Deviations: `warmup`, because one gradient says too little and a bad first clustering is never left; with
+    at="common" the momentum is that of the centre, equal to the centre of momentums while balls are stable, so
+    that nobody stores K vectors per client.
     """
 
     lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
@@ -50,6 +52,7 @@ class PflTc(Algorithm):
     clusters: int = setting(0, "number of clusters; 0: estimated in the first round", low=0)
     at: str = setting("common", "where gradients are compared", options=("common", "own"))
     steps: int = setting(1, "local steps behind one gradient", low=1)
+    warmup: int = setting(50, "local steps behind the first clustering (at=common)", low=1)
     passes: int = setting(8, "passes of threshold clustering per round", low=1)
     rule: str = setting("auto", "threshold rule", options=RULES)
     share: float = setting(0.0, "fraction of the clients in a cluster; 0: 1/clusters", low=0, high=1)
@@ -86,12 +89,10 @@ class PflTc(Algorithm):
         return m
 
     def slope(self, client: Client, x: Tensor) -> Tensor:
-        if self.steps == 1:
-            return client.grad(x)
-        y = x
-        for _ in range(self.steps):
-            y = y - self.lr * client.grad(y)
-        return (x - y) / self.lr
+        return self._path(client, x, self.steps)
+
+    def scout(self, client: Client, x: Tensor) -> Tensor:
+        return self._path(client, x, self.warmup)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
@@ -103,7 +104,16 @@ class PflTc(Algorithm):
         return cluster_quality(s.labels, fed.clusters)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        return {"begin": (0, 0), "train": (d, d), "slope": (d, d)}
+        return {"begin": (0, 0), "train": (d, d), "slope": (d, d), "scout": (d, d)}
+
+    def _path(self, client: Client, x: Tensor, steps: int) -> Tensor:
+        """The sum of the gradients on a way of so many steps from x."""
+        if steps == 1:
+            return client.grad(x)
+        y = x
+        for _ in range(steps):
+            y = y - self.lr * client.grad(y)
+        return (x - y) / self.lr
 
     def _own(self, fed: Federation, s: State) -> Tensor:
         """The model of every client; the mean of the models for one that no cluster has taken in yet."""
@@ -122,12 +132,16 @@ class PflTc(Algorithm):
         return State(k=k, models=models, momentum=s.momentum, labels=s.labels.index_copy(0, r.ids, labels))
 
     def _first_clusters(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
-        """All answer at the common start; K-means++ gives every cluster its first direction."""
-        r = fed.map(self.slope, x=s.models[0], to=ids)
+        """All say where steps of their own lead from the common start; K-means++ gives every cluster its model.
+
+        The momentum starts at the mean gradient on the way, times `steps` as all later ones.
+        """
+        r = fed.map(self.scout, x=s.models[0], to=ids)
         k, found = self._search(fed, s, t, r.values if len(r) else None)
         v = found.weights.to(r.values) @ r.values
         labels = s.labels.index_copy(0, r.ids, found.membership)
-        return State(k=k, models=s.models[0] - self.lr * v, momentum=v, labels=labels)
+        momentum = v * (self.steps / self.warmup)
+        return State(k=k, models=s.models[0] - self.lr * v, momentum=momentum, labels=labels)
 
     def _at_cluster_models(self, fed: Federation, s: State, ids: Tensor | None) -> State:
         count = len(s.models)

@@ -19,6 +19,7 @@ from coterie.federation import randomness
 from coterie.theory.threshold_rules import Auto, Fixed, HalfGap, Rule, Size, Theory, make_rule
 
 __all__ = [
+    "REST",
     "Auto",
     "Clustering",
     "Fixed",
@@ -27,7 +28,7 @@ __all__ = [
     "Size",
     "Theory",
     "byzantine_price",
-    "estimate_clusters",
+    "few_threads",
     "group_weights",
     "make_rule",
     "seed_weights",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 SMALL = 1 << 20  # elements below which scikit-learn gets one thread
-SILHOUETTE = 0.4  # below it the best partition is no better than that of one unimodal cloud
+REST = 0.1  # of the standard error of a ball's mean: what is left of the way then adds 1 % to its variance
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def threshold_cluster(
     starts: Any = None,
     start_weights: Tensor | None = None,
     rounds: int = 8,
+    rest: float = 0.0,
     lloyd: int = 5,
     tries: int = 1,
     seed: int = 0,
@@ -88,6 +90,8 @@ def threshold_cluster(
     Centres start at `starts` [K, d], at `start_weights` [K, N] times the points, or at the best of `tries`
     K-means++ draws followed by `lloyd` steps of K-means. `rule` is an object of this module or one of the names
     auto, size, halfgap with equal clusters assumed. The result depends on `seed` and on nothing random.
+    With `rest` it stops early, when no centre is farther from the mean of its ball than `rest` times the standard
+    error of that mean.
     """
     given = torch.as_tensor(points)
     if given.dim() != 2 or len(given) == 0:
@@ -104,15 +108,19 @@ def threshold_cluster(
     squares = (kept * kept).sum(1)
     centres = weights @ pool
     moved = torch.zeros_like(centres[:, 0])
+    passed = 0
     for step in range(rounds):
-        balls, _, _ = _balls(centres, kept, squares, rule, step)
+        balls, _, distances = _balls(centres, kept, squares, rule, step)
         inside = balls.to(weights.dtype)
-        outside = count - inside.sum(1, keepdim=True)
-        weights = weights * (outside / count)
+        sizes = inside.sum(1)
+        weights = weights * (1 - sizes / count).unsqueeze(1)
         weights[:, :count] += inside / count
         before, centres = centres, weights @ pool
         moved = torch.linalg.vector_norm(centres - before, dim=1)
-    balls, radius, distances = _balls(centres, kept, squares, rule, rounds)
+        passed = step + 1
+        if rest and _resting(moved, sizes, (inside * distances**2).sum(1), count, rest):
+            break
+    balls, radius, distances = _balls(centres, kept, squares, rule, passed)
     return Clustering(
         centres=(centres + centre).to(given.dtype) if given.is_floating_point() else centres + centre,
         membership=_spread(distances.argmin(0), finite, -1),
@@ -122,6 +130,15 @@ def threshold_cluster(
         moved=moved,
         left_out=~finite,
     )
+
+
+def _resting(moved: Tensor, sizes: Tensor, squares: Tensor, count: int, rest: float) -> bool:
+    """Whether what is left to the mean of every ball is below `rest` times that mean's standard error.
+
+    moved = (s/N) |mean - v|, of which (1 - s/N) is left; the standard error is sqrt(squares/s)/sqrt(s).
+    """
+    left = moved * (count - sizes)
+    return bool((left <= rest * squares.sqrt()).all())
 
 
 def seed_weights(
@@ -159,7 +176,7 @@ def _drawn(points: Tensor, k: int, draw: int) -> Tensor:
     """k different rows of the points by D^2 sampling, as weights."""
     from sklearn.cluster import kmeans_plusplus
 
-    with _few_threads(points.numel()):
+    with few_threads(points.numel()):
         _, chosen = kmeans_plusplus(points.cpu().numpy(), k, random_state=draw)
     weights = points.new_zeros(k, len(points))
     weights[torch.arange(k), torch.as_tensor(chosen, dtype=torch.long)] = 1.0
@@ -182,28 +199,6 @@ def group_weights(points: Tensor, labels: Tensor, k: int) -> Tensor:
         weights[group] = 0.0
         weights[group, near] = 1.0 / len(near)
     return weights
-
-
-def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:
-    """A guess at the number of clusters: the largest mean silhouette of K-means with 2..most centres.
-
-    One cluster if no partition reaches a silhouette of 0.4. Too many is harmless and too few is not, so of
-    partitions within 0.01 of the best the finest is taken.
-    """
-    from sklearn.metrics import silhouette_score
-
-    points = torch.as_tensor(points)
-    points = points[torch.isfinite(points).all(1)].double()
-    points = points - points.mean(0)
-    scores = {}
-    for k in range(2, min(most, len(points) - 1) + 1):
-        weights = seed_weights(points, k, lloyd=10, tries=5, seed=seed)
-        labels = torch.cdist(weights @ points, points).argmin(0).cpu().numpy()
-        if len(set(labels.tolist())) == k:
-            with _few_threads(points.numel()):
-                scores[k] = float(silhouette_score(points.cpu().numpy(), labels))
-    best = max(scores.values(), default=0.0)
-    return max(k for k, score in scores.items() if score >= best - 0.01) if best >= SILHOUETTE else 1
 
 
 def byzantine_price(radius: Tensor | float, honest: int, bad: int) -> Tensor | float:
@@ -274,7 +269,7 @@ def _thread_pools() -> Any:
     return ThreadpoolController()
 
 
-def _few_threads(elements: int) -> AbstractContextManager[Any]:
+def few_threads(elements: int) -> AbstractContextManager[Any]:
     """One thread for small arrays: waking a second one costs more than it saves, most of all beside other work."""
     return nullcontext() if elements > SMALL else _thread_pools().limit(limits=1)
 

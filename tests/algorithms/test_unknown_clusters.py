@@ -10,7 +10,7 @@ from coterie.data.generate import clustered_regression
 from coterie.errors import SettingError
 from coterie.runs.conformance import federation
 from coterie.theory.sketch import last_layer, project
-from coterie.theory.threshold import Fixed, Size, group_weights, seed_weights, threshold_cluster
+from coterie.theory.threshold import REST, Fixed, Size, group_weights, seed_weights, threshold_cluster
 
 SIZES, D = (3, 8, 20, 33, 50, 12), 3
 RNG = np.random.default_rng(1)
@@ -42,15 +42,24 @@ def test_pfl_tc_at_own_points_is_its_pseudocode():
     assert run.history.at(5, "server", "ari").item() == 1.0
 
 
-def test_pfl_tc_at_common_points_is_its_pseudocode():
-    run = fit(world(), make("pfl-tc", clusters=2, rule="size", lr=0.2, batch=0, momentum=0.3), rounds=4)
+def steps_alone(count, lr):
+    x = np.zeros((6, D))
+    for _ in range(count):
+        x = x - lr * grads(x)
+    return x
+
+
+@pytest.mark.parametrize("warmup", [1, 7])
+def test_pfl_tc_at_common_points_is_its_pseudocode(warmup):
+    algorithm = make("pfl-tc", clusters=2, rule="size", lr=0.2, batch=0, momentum=0.3, warmup=warmup)
+    run = fit(world(), algorithm, rounds=4)
     group = torch.tensor([0, 1] * 3)
-    points = torch.tensor(grads(np.zeros((6, D))))
+    points = torch.tensor(-steps_alone(warmup, 0.2) / 0.2)
     seeds = seed_weights(points, 2, tries=10, seed=0) @ points
     v = threshold_cluster(points, starts=seeds, rule=Size(0.5), rounds=8).centres
     order = torch.cdist(v, torch.stack([points[group == k].mean(0) for k in (0, 1)])).argmin(1)
     v = v[order.argsort()].numpy()
-    y, m = -0.2 * v, v
+    y, m = -0.2 * v, v / warmup
     for _ in range(3):
         for c in range(2):
             points = torch.tensor(grads([y[c]] * 6))
@@ -80,7 +89,8 @@ def test_pdl_tc_at_own_points_is_its_pseudocode_and_sends_n_n_minus_1_messages()
     for _ in range(4):
         m = grads(x) if m is None else 0.5 * grads(x) + 0.5 * m
         points = torch.tensor(m)
-        x = x - 0.2 * threshold_cluster(points, starts=points, rule=Size(0.5), rounds=8).centres.numpy()
+        v = threshold_cluster(points, starts=points, rule=Size(0.5), rounds=100, rest=REST).centres
+        x = x - 0.2 * v.numpy()
     np.testing.assert_allclose(run.personal, x, atol=1e-10)
     ledger = run.fed.ledger
     assert ledger.total("messages_up", link="client-client") == 4 * 6 * 5
@@ -93,18 +103,28 @@ def around(i, w):
     return torch.tensor(np.concatenate([g[i : i + 1], np.delete(g, i, 0)]))
 
 
-def test_pdl_tc_at_common_points_is_its_pseudocode():
-    run = fit(world(), make("pdl-tc", rule="size", clusters=2, lr=0.2, batch=0), rounds=3)
-    x, m = np.zeros((6, D)), None
-    for _ in range(3):
+@pytest.mark.parametrize("warmup, adopt, least", [(0, 0.0, 0), (5, 0.0, 0), (5, 0.5, 1)])
+def test_pdl_tc_at_common_points_is_its_pseudocode(warmup, adopt, least):
+    settings = {"rule": "size", "clusters": 2, "lr": 0.2, "batch": 0, "warmup": warmup, "adopt": adopt}
+    run = fit(world(), make("pdl-tc", **settings), rounds=6)
+    x, m, seen, adopted = steps_alone(warmup, 0.2), np.zeros((6, D)), np.zeros(6), 0
+    for _ in range(6):
         points = [around(i, x[i]) for i in range(6)]
-        v = [threshold_cluster(p, starts=p[:1], rule=Size(0.5), rounds=8).centres[0].numpy() for p in points]
-        m = np.stack(v) if m is None else 0.5 * np.stack(v) + 0.5 * m
-        x = x - 0.2 * m
+        v = [threshold_cluster(p, starts=p[:1], rule=Size(0.5), rounds=100, rest=REST) for p in points]
+        weight = np.where(seen > 0, 0.5, 1.0)[:, None]
+        m = weight * np.stack([one.centres[0].numpy() for one in v]) + (1 - weight) * m
+        fits = losses(x)  # row i: the loss of every x_j on the rows of i
+        new = x - 0.2 * m
+        seen[:] = 1
+        for i in range(6):
+            if fits[i].min() < adopt * fits[i, i]:
+                new[i], m[i], seen[i], adopted = x[fits[i].argmin()], 0, 0, adopted + 1
+        x = new
+    assert adopted >= least
     np.testing.assert_allclose(run.personal, x, atol=1e-10)
     ledger = run.fed.ledger
-    assert ledger.total("messages_up", link="client-client") == 3 * 6 * 5
-    assert ledger.total("floats_down") == ledger.total("floats_up") == 3 * 6 * 5 * D
+    assert ledger.total("messages_up", link="client-client") == 6 * 6 * 5
+    assert ledger.total("floats_down") == ledger.total("floats_up") == 6 * 6 * 5 * D
 
 
 def test_fc_is_its_pseudocode():
@@ -179,12 +199,12 @@ def error(run):
 
 @pytest.mark.slow
 def test_section_four():
-    """B6.1: both below IFCA(grad, /N) in the mean by 0.7, and less spread out than IFCA(model)."""
+    """B6.1, as printed: both below IFCA(grad, /N) in the mean by 0.7, and less spread out than IFCA(model)."""
     names = {
         "pfl": make("pfl-tc", at="own", clusters=4, rule="size", batch=0),
-        "pdl": make("pdl-tc", at="own", clusters=4, rule="size", batch=0),
+        "pdl": make("pdl-tc", at="own", clusters=4, rule="size", passes=8, batch=0),
         "ifca": make("ifca", clusters=4, average="gradient", spread=1.0, batch=0),
-        "common": make("pfl-tc", clusters=4, rule="size", batch=0),
+        "ifca-model": make("ifca", clusters=4, spread=1.0, batch=0),
     }
     found = {
         name: np.array([error(fit(figure_one(s), a, rounds=200, evaluate_every=0)) for s in range(20, 30)])
@@ -193,15 +213,45 @@ def test_section_four():
     assert found["pfl"].mean() < 0.7 * found["ifca"].mean()
     assert found["pdl"].mean() < 0.7 * found["ifca"].mean()
     assert 900 < found["pfl"].mean() < 2200 and 3000 < found["pdl"].mean() < 5000
-    assert np.median(found["common"]) < 1.0
+    assert max(found["pfl"].std(), found["pdl"].std()) < found["ifca-model"].std()
 
 
-def test_common_points_find_what_own_points_do_not():
-    """On this data set of section 4 (not on all: see the experiment) the cluster models reach the optima."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name, seeds", [("pfl-tc", range(20, 40)), ("pdl-tc", range(20, 23))])
+def test_common_points_reach_the_optimum_of_section_four_on_every_data_set(name, seeds):
+    """Data sets on which nothing was settled; IFCA and own points end at hundreds to thousands."""
+    algorithm = make(name, clusters=4, rule="size", batch=0)
+    assert max(error(fit(figure_one(s), algorithm, rounds=100, evaluate_every=0)) for s in seeds) < 10.0
+
+
+@pytest.mark.parametrize("seed", [6, 8])
+def test_without_a_warmup_a_bad_first_clustering_stays(seed):
+    """Data sets of section 4 on which one gradient at the start misleads, and 50 steps alone do not."""
     algorithm = make("pfl-tc", clusters=4, rule="size", batch=0)
-    common = fit(figure_one(1), algorithm, rounds=120, evaluate_every=0)
-    own = fit(figure_one(1), algorithm.replace(at="own"), rounds=120, evaluate_every=0)
-    assert error(common) < 1.0 < 100 < error(own)
+    common = fit(figure_one(seed), algorithm, rounds=100, evaluate_every=0)
+    own = fit(figure_one(seed), algorithm.replace(at="own"), rounds=100, evaluate_every=0)
+    stuck = fit(figure_one(seed), algorithm.replace(warmup=1), rounds=100, evaluate_every=0)
+    assert error(common) < 10 < 100 < min(error(own), error(stuck))
+
+
+def test_a_client_between_clusters_adopts_a_model_that_fits():
+    algorithm = make("pdl-tc", clusters=4, rule="size", batch=0)
+    found = fit(figure_one(0), algorithm, rounds=20, evaluate_every=0)
+    stuck = fit(figure_one(0), algorithm.replace(adopt=0.0), rounds=20, evaluate_every=0)
+    assert error(found) < 0.1 * error(stuck)
+
+
+def test_private_starts_never_meet():
+    """B3, B7.12: clients of a cluster keep x_i - x_j for ever, so that an error of d (1 - 1/n) stays."""
+    n, d = 20, 40
+    start = np.random.default_rng(0).normal(size=(n, d))
+    x = start.copy()
+    for _ in range(150):
+        points = torch.tensor(x - 50.0)  # gradients of |x - x*|^2 / 2
+        found = threshold_cluster(points, starts=points[:1], rule=Fixed(1e3), rounds=8)
+        x = x - 0.1 * found.centres.numpy()
+    np.testing.assert_allclose(x - x[0], start - start[0], atol=1e-9)
+    assert ((x - 50.0) ** 2).sum(1).mean() == pytest.approx(d * (1 - 1 / n), rel=0.15)
 
 
 def test_membership_and_quality_are_in_the_metrics():
@@ -247,8 +297,8 @@ def test_more_clusters_than_clients():
 
 def test_identical_clients_form_one_cluster():
     fed = Federation.from_arrays([XS[3]] * 5, [YS[3]] * 5, models.linear())
-    alone = fit(fed, make("local", lr=0.1, steps=1, batch=0), rounds=10)
-    for name in ("pfl-tc", "pdl-tc"):
+    for name, steps in (("pfl-tc", 50 + 9), ("pdl-tc", 50 + 10)):
+        alone = fit(fed, make("local", lr=0.1, steps=1, batch=0), rounds=steps)
         run = fit(fed, make(name, momentum=1.0, batch=0), rounds=10)
         torch.testing.assert_close(run.personal, alone.personal)
         assert run.history.at(10, "server", "clusters_found").item() == 1

@@ -14,7 +14,6 @@ from coterie.theory.threshold import (
     Size,
     Theory,
     byzantine_price,
-    estimate_clusters,
     make_rule,
     seed_weights,
     threshold_cluster,
@@ -223,13 +222,19 @@ def test_identical_points_one_point_and_empty_balls(rule):
     assert far.diagnostics()["empty_balls"] == 1
 
 
-@pytest.mark.parametrize("clusters", [1, 2, 4, 6])
-def test_the_number_of_clusters_is_estimated_when_they_are_apart(clusters):
-    right = 0
-    for seed in range(5):
-        points, _, _ = cloud((12,) * clusters, 10, 5.0, seed)
-        right += estimate_clusters(points, seed=seed) == clusters
-    assert right == 5
+def test_passes_stop_when_centres_rest():
+    """What is left of the way then is below a tenth of the standard error, and it is that of the passes left out."""
+    points, truth, _ = cloud((9, 9, 9, 9), 6, 30.0)
+    own = points[::9]
+    ends = threshold_cluster(points, starts=own, rule=Fixed(8.0), rounds=400).centres
+    early = threshold_cluster(points, starts=own, rule=Fixed(8.0), rounds=400, rest=0.1)
+    left = (early.centres - ends).norm(dim=1)
+    spread = torch.stack([(points[truth == k] - ends[k]).square().sum(1).mean().sqrt() for k in range(4)])
+    assert (left <= 0.1 * spread / 3 * 1.05).all() and left.max() > 0.01 * spread.max() / 3
+    again = threshold_cluster(points, starts=own, rule=Fixed(8.0), rounds=3, rest=0.1)
+    torch.testing.assert_close(
+        again.centres, threshold_cluster(points, starts=own, rule=Fixed(8.0), rounds=3).centres
+    )
 
 
 @pytest.mark.parametrize("bad", [1, 3, 6])

@@ -1,0 +1,72 @@
+"""What methods without a server share: every client clusters gradients around its own, and who takes in whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import NobodyAnswered
+from coterie.federation.federation import Federation
+from coterie.federation.replies import Replies
+from coterie.federation.state import State
+from coterie.theory.cluster_quality import cluster_quality, linked_groups
+from coterie.theory.threshold import Clustering
+
+PEERS = "client-client"
+Look = Callable[[Tensor, Tensor], Clustering]  # points [N, d] and starting weights [K, N] to what is found
+
+
+def strangers(fed: Federation) -> dict[str, Any]:
+    """State fields before the first round: everybody at the common start, nobody in anybody's ball."""
+    return {
+        "models": fed.initial_model().repeat(fed.n, 1),
+        "groups": torch.full((fed.n,), -1, dtype=torch.long, device=fed.device),
+        "neighbours": torch.zeros(fed.n, device=fed.device),
+    }
+
+
+def around_each(r: Replies, look: Look) -> tuple[Tensor, Tensor]:
+    """Directions v_i and links (who is in whose ball) when everybody clusters the same points around its own."""
+    if len(r) == 0:
+        raise NobodyAnswered("no client answered, so there is nothing to cluster")
+    found = look(r.values, torch.eye(len(r), dtype=torch.float64, device=r.values.device))
+    return found.weights.to(r.values) @ r.values, found.balls
+
+
+def at_each(
+    fed: Federation, slope: Callable[..., Any], models: Tensor, own: Replies, look: Look
+) -> tuple[Tensor, Tensor]:
+    """The same when the points of client i are everybody's gradients at x_i, one client after the other.
+
+    `own` are the gradients at their own models of those that are here; links are among them.
+    """
+    if len(own) == 0:
+        raise NobodyAnswered("no client answered, so there is nothing to cluster")
+    directions = torch.empty_like(own.values)
+    links = torch.eye(len(own), dtype=torch.bool, device=own.ids.device)
+    for row, i in enumerate(own.ids.tolist()):
+        r = fed.map(slope, x=models[i], to=own.ids[own.ids != i], link=PEERS)
+        points = torch.cat([own.values[row : row + 1], r.values]) if len(r) else own.values[row : row + 1]
+        first = torch.zeros(1, len(points), dtype=torch.float64, device=points.device)
+        first[0, 0] = 1.0
+        found = look(points, first)
+        directions[row] = found.weights[0].to(points) @ points
+        links[row] |= torch.isin(own.ids, r.ids[found.balls[0, 1:]])
+    return directions, links
+
+
+def moved(fed: Federation, s: State, ids: Tensor, models: Tensor, links: Tensor) -> State:
+    """The state with new models for `ids`, and the groups of those that take each other in (links among ids)."""
+    whole = torch.zeros(fed.n, fed.n, dtype=torch.bool, device=fed.device)
+    whole[ids.unsqueeze(1), ids] = links
+    groups = torch.where(torch.isin(fed.everyone, ids), linked_groups(whole).to(fed.device), -1)
+    neighbours = whole.sum(1).to(s.neighbours.dtype)
+    return s.replace(models=s.models.index_copy(0, ids, models), groups=groups, neighbours=neighbours)
+
+
+def ball_quality(fed: Federation, s: State) -> dict[str, Tensor]:
+    """What `observe` records: groups with their quality, and the size of every client's ball."""
+    return {**cluster_quality(s.groups, fed.clusters), "neighbours": s.neighbours}
