@@ -92,7 +92,7 @@ class Curves:
     x: Array
 
     @classmethod
-    def draw(cls, problem: Problem, solver: str, lanes: list[Lane], rounds: int, every: int = 1) -> Curves:
+    def draw(cls, problem: Problem, solver: str, lanes: list[Lane], rounds: int, every: int = 5) -> Curves:
         stack = Stack(problem.fed, problem.own, problem.mixture)
         steps = list(stack.run(solver, lanes, problem.x0, rounds, every))
         series = [np.stack([getattr(step, name) for step in steps]) for name in ("loss", "slope", "x")]
@@ -178,7 +178,7 @@ def regularised(
         "diana": curves.plot(f"{name}: DIANA, Rand-k, n = 50, l2 = 0.1", lanes, distance),
         "dcgd": stalled.plot(f"{name}: CGD, Rand-k, n = 8, l2 = 0.1", lanes, distance_8),
     }
-    shown_lane, thin = Lane(0.5, grid(d)[1]), slice(None, None, max(1, rounds // POINTS))
+    shown_lane, thin = Lane(0.5, grid(d)[1]), slice(None, None, max(1, len(curves.rounds) // POINTS))
     curve = {
         "split": "train",
         "metric": "relative squared distance, DIANA at alpha 0.5 with the second k",
@@ -233,17 +233,17 @@ def order(losses: Array, curves: Curves, lanes: Sequence[Lane]) -> float:
 
 def rate_gap(curves: Curves, distance: Array, lanes: Sequence[Lane]) -> float:
     """By how many percent the error's factor per round differs between runs."""
-    factors = [factor(distance[:, curves.lanes.index(lane)]) for lane in lanes]
+    factors = [factor(curves.rounds, distance[:, curves.lanes.index(lane)]) for lane in lanes]
     return 100 * (max(factors) / min(factors) - 1)
 
 
-def factor(errors: Array) -> float:
+def factor(rounds: Array, errors: Array) -> float:
     """By how much the error shrinks a round between 1e-3 and 1e-12, or over the second half if it gets less far."""
     low = errors <= 1e-12
     first, last = (int(np.argmax(errors <= level)) for level in (1e-3, 1e-12))
     if not low.any():
         first, last = len(errors) // 2, len(errors) - 1
-    return float((errors[last] / errors[first]) ** (1 / (last - first)))
+    return float((errors[last] / errors[first]) ** (1 / (rounds[last] - rounds[first])))
 
 
 def saving(problem: Problem, most: int = 4000) -> dict[str, float]:

@@ -71,13 +71,13 @@ class Stack:
         lr = np.array([self._lr(solver, lane) for lane in lanes]) / np.where(flat, 4.0, 1.0)
         x = np.repeat(x0.double().numpy()[:, None], len(lanes), 1)
         mean, beta = x.copy(), kept / d
-        loss, g = self._objective(alpha, x)
+        g = self._slopes(alpha, x)
         h = g.copy()  # DIANA's h_i
         for t in range(rounds + 1):
             if t % every == 0 or t == rounds:
                 deployed = np.where(flat, mean, x)
-                value, slope = self._objective(alpha, deployed) if flat.any() else (loss, g)
-                yield Step(t, deployed.T, value, np.square(slope.mean(0)).sum(0))
+                slopes = self._slopes(alpha, deployed) if flat.any() else g
+                yield Step(t, deployed.T, self.losses(alpha, deployed), np.square(slopes.mean(0)).sum(0))
             if t == rounds:
                 return
             mask = self._rank(solver, t + 1)[:, :, None] < kept
@@ -89,23 +89,35 @@ class Stack:
                 estimate = np.where(mask, g / beta, 0.0).mean(0)
             x = x - lr * estimate
             mean = (t * mean + x) / (t + 1)
-            loss, g = self._objective(alpha, x)
+            g = self._slopes(alpha, x)
+
+    def losses(self, alpha: Array, x: Array) -> Array:
+        """f~ [runs] at x [d, runs]."""
+        w, z = self._scores(alpha, x)
+        rows = np.maximum(z, 0.0) + np.log1p(np.exp(-np.abs(z))) - self.y * z
+        return ((self.weight * rows).sum(0) + 0.5 * self.l2 * np.square(w).sum((0, 1))) / len(w)
 
     def _lr(self, solver: str, lane: Lane) -> float:
         mixture = Mixture.equal(lane.alpha, self.constants.smoothness, self.constants.convexity)
         return theory.step(solver, mixture, self.fed.d / lane.k - 1.0)
 
-    def _objective(self, alpha: Array, x: Array) -> tuple[Array, Array]:
-        """f~ [runs] and G_i [n, d, runs] at x [d, runs]."""
-        n, d = self.own.shape
+    def _slopes(self, alpha: Array, x: Array) -> Array:
+        """G_i [n, d, runs] at x [d, runs]."""
+        from scipy.special import expit
+
+        w, z = self._scores(alpha, x)
+        residual = expit(z, out=z)
+        residual -= self.y
+        residual *= self.weight
+        slopes = (self.columns @ residual).reshape(w.shape)
+        slopes += self.l2 * w
+        slopes *= alpha
+        return slopes
+
+    def _scores(self, alpha: Array, x: Array) -> tuple[Array, Array]:
+        """The mixtures [n, d, runs] and what they make of every row, [rows, runs]."""
         w = alpha * x + (1 - alpha) * self.own[:, :, None]
-        z = self.rows @ w.reshape(n * d, -1)
-        small = np.exp(-np.abs(z))
-        losses = np.maximum(z, 0.0) + np.log1p(small) - self.y * z
-        residual = np.where(z >= 0, 1.0, small) / (1.0 + small) - self.y
-        loss = (self.weight * losses).sum(0) + 0.5 * self.l2 * np.square(w).sum((0, 1))
-        slope = (self.columns @ (self.weight * residual)).reshape(n, d, -1) + self.l2 * w
-        return loss / n, alpha * slope
+        return w, self.rows @ w.reshape(self.own.size, -1)
 
     def _rank(self, solver: str, t: int) -> Array:
         """The place of each coordinate in the order of its hash, [n, d]; Rand-k keeps those below k."""

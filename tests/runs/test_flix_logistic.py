@@ -34,7 +34,10 @@ def test_rates_are_free_of_alpha_theorems_hold_and_diana_goes_on_where_dcgd_stal
     lanes = [Lane(alpha, k) for alpha in ALPHAS for k in (20, problem.fed.d)]
     diana, dcgd = (Curves.draw(problem, solver, lanes, 900) for solver in ("diana", "dcgd"))
     reached, stalled = distances(diana), distances(dcgd)
-    factors = {k: [factor(reached[:, lanes.index(Lane(a, k))]) for a in ALPHAS] for k in (20, problem.fed.d)}
+    factors = {
+        k: [factor(diana.rounds, reached[:, lanes.index(Lane(a, k))]) for a in ALPHAS]
+        for k in (20, problem.fed.d)
+    }
     for values in factors.values():
         assert max(values) - min(values) <= 2e-3 and max(values) / min(values) <= 1.01
         logs = np.log(values)
