@@ -18,6 +18,7 @@ from coterie.federation.federation import Federation
 from coterie.federation.randomness import key, normal, slots, uniform
 from coterie.federation.state import State
 from coterie.models.base import Model, dot
+from coterie.report.weights import weights_of
 from coterie.runs.experiments import Experiment
 from coterie.runs.fit import fit
 from coterie.theory.collaboration import stationary_consensus, theorem_one, weight_quality
@@ -68,7 +69,10 @@ def bowls(
     seed: int = 0,
     **options: Any,
 ) -> Federation:
-    """Clusters of these sizes; mu_k in random directions, about `apart` from each other; E |noise|^2 is noise^2 in total."""
+    """Clusters of these sizes; mu_k in random directions, about `apart` from each other.
+
+    The noise of a gradient has E |noise|^2 = noise^2, all coordinates together.
+    """
     clusters = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(list(sizes)))
     n = len(clusters)
     centres = normal(slots(key(seed, "bowl centre", torch.arange(len(sizes))), d))
@@ -150,7 +154,8 @@ def noise_free(experiment: Experiment, seed: int) -> Numbers:
         "gradient": float(slopes.square().sum(-1).mean()),
         "error": float((x - centres(fed)).square().sum(-1).mean()),
         "pair gradients": run.fed.ledger.total("messages_down", phase="agree") / max(1, plan.rounds),
-        "curve": {"split": "server", "metric": "recovery", "rounds": rounds, "values": recovery},
+        "curve": {"split": "weights", "metric": "recovery", "rounds": rounds, "values": recovery},
+        "plots": {"weights": weights_of(run.history, fed.names, fed.clusters, "CoBo on Example 2")},
     }
 
 
@@ -216,7 +221,9 @@ def errors(experiment: Experiment, seed: int) -> Numbers:
     fed = bowls(**{**world, "seed": seed})
     found = {}
     for name, settings in plan.settings["methods"].items():
-        run = fit(fed, make(**{"batch": 1, **settings}), plan.rounds, evaluate_every=0)
+        chosen = {"batch": 1, **settings}
+        rounds = min(plan.rounds, chosen.pop("rounds", plan.rounds))
+        run = fit(fed, make(**chosen), rounds, evaluate_every=0)
         found[name] = float((run.personal - centres(fed)).square().sum(-1).mean())
     return found
 

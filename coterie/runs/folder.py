@@ -154,6 +154,11 @@ class RunFolder:
         traces = run.history.traces(run.fed.n)
         if traces:
             files.write_tensors(self.path / "traces.safetensors", traces)
+        if importlib.util.find_spec("plotly") is not None:
+            from coterie.report.weights import save_weights
+
+            title = f"{run.algorithm.name}: weights between clients"
+            save_weights(self.path / "weights.html", run.history, run.fed.names, run.fed.clusters, title)
         if not self.can_write_tables():
             return
         files.write_with(self.path / "metrics.parquet", run.metrics.write_parquet)

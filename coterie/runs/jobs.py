@@ -44,6 +44,7 @@ HOMES = {
     "read": (
         "coterie.data.readers",
         "coterie.data.images",
+        "coterie.data.small_images",
         "coterie.data.leaf_files",
         "coterie.data.xml_texts",
         "coterie.runs.jobs",

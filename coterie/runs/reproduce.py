@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from coterie.errors import RunError, SettingError, nearest
 from coterie.report.plots import line_plot, panel_plot, save_plot
+from coterie.report.weights import weights_plot
 from coterie.runs import files
 from coterie.runs.experiments import Claim, Experiment, Row, Table, Watch
 from coterie.runs.jobs import Job, finished, run_job
@@ -96,7 +97,8 @@ class Reproduction:
         save_plot(folder / "plot.html", self._plot())
         for (key, seed), record in self.records.items():
             for name, plot in record.get("plots", {}).items():
-                save_plot(folder / "plots" / f"{key}-{seed}-{name}.html", panel_plot(**plot))
+                figure = panel_plot(**plot) if "panels" in plot else weights_plot(**plot)
+                save_plot(folder / "plots" / f"{key}-{seed}-{name}.html", figure)
         files.write_text(folder / "table.md", self.markdown())
         files.write_json(folder / "table.json", self.json())
 

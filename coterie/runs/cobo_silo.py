@@ -1,0 +1,31 @@
+"""What experiments cobo/* measure beside accuracies: how the weights of a run of CoBo come near the true clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coterie.algorithms import make
+from coterie.report.weights import weights_of
+from coterie.runs.experiments import Experiment
+from coterie.runs.fit import fit
+from coterie.runs.history import mean_over_clients
+from coterie.runs.jobs import federation
+
+SHOWN = ("recovery", "inside", "between", "ari")
+
+
+def weights(experiment: Experiment, seed: int) -> dict[str, Any]:
+    """Train CoBo with the settings given on the data of the run; accuracy, recovery, and W over time as a page."""
+    plan = experiment.plans[0]
+    fed = federation(experiment, plan, seed)
+    run = fit(fed, make("cobo", **plan.settings), plan.rounds, select=plan.select or "last")
+    found = {name: run.history.curve("server", name)[1][-1] for name in SHOWN}
+    if fed.has_rows("test"):
+        found["accuracy"] = mean_over_clients(run.score("test", "accuracy"))
+    pairs = run.fed.ledger.total("messages_up", phase="agree") / run.fed.ledger.total(
+        "messages_up", phase="slope"
+    )
+    rounds, values = run.history.curve("server", "recovery")
+    curve = {"split": "weights", "metric": "recovery", "rounds": rounds, "values": values}
+    page = weights_of(run.history, fed.names, fed.clusters, f"{experiment.file.title}, seed {seed}")
+    return {**found, "pair gradients": pairs, "curve": curve, "plots": {"weights": page}}
