@@ -3,16 +3,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format bench lock clean
+.PHONY: demo test test-all e2e lint format bench lock clean
 
 demo: $(READY)
 	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow and not e2e"
 
 test-all: $(READY)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -m "not e2e"
+
+# One process, because the tests share one federation.
+e2e: $(READY)
+	$(BIN)/pytest -n 0 -m e2e tests/e2e
 
 lint: $(READY)
 	$(BIN)/ruff check .
