@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli_arguments import RunArgument, require_place
+from coterie.cli_arguments import (
+    JsonOption,
+    RunArgument,
+    TableArgument,
+    find_table,
+    require_place,
+    write_json,
+)
 from coterie.report import console
 
 
@@ -16,6 +23,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file to the `coterie` command."""
     app.command(epilog="Example: coterie report runs/ditto runs/local --out report.html")(report)
     app.command(epilog="Example: coterie export runs/ditto --client va --to onnx")(export)
+    app.command(epilog="Example: coterie adapt runs/ditto new_clinic.csv --out runs/with_new_clinic")(adapt)
 
 
 def report(
@@ -55,6 +63,35 @@ def export(
 
     require_place(out)
     console.show(f"Model of {client or 'newcomers'} written to {write(run, client, to, out)}")
+
+
+def adapt(
+    run: RunArgument,
+    table: TableArgument,
+    client: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="name of the new client, if the table has no client column"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder to make; in the run's folder if not given")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Give clients that were not in training their own models; nobody else trains again.
+
+    The new folder serves `coterie predict` and `coterie export` for old and new clients.
+    """
+    from coterie.report.tables import adapted_table
+    from coterie.runs.adapt import adapt as find_models
+    from coterie.runs.folder import RunFolder
+
+    require_place(json)
+    source = find_table(table)
+    place = run / "adapted" / Path(source).name.partition(".")[0] if out is None else out
+    RunFolder.require_free(place)
+    found = find_models(run, source, client)
+    console.show(adapted_table(found), f"Models of old and new clients: {found.save(place, run)}")
+    write_json(json, found.frame().to_dicts())
 
 
 def report_beside(folder: Path) -> None:

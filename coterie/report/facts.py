@@ -201,6 +201,8 @@ def _run(path: Path) -> RunFacts:
     import polars as pl
 
     folder = RunFolder.open(path)
+    if "adapt" in folder.config:
+        raise RunError(f"{path} holds adapted models only. Report {folder.config['adapt']['run']}")
     if not folder.finished():
         raise RunError(f"{path} is not finished. Go on with `coterie resume {path}`, then report it.")
     config = folder.config
