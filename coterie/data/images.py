@@ -61,7 +61,7 @@ def _idx_array(path: str | Path, magic: int, what: str) -> Tensor:
 
 def cifar(
     path: str | Path,
-    split: Literal["train", "test"] = "train",
+    split: Literal["train", "test", "both"] = "train",
     labels: Literal["fine", "coarse"] = "fine",
 ) -> Pool:
     """CIFAR images [rows, 3, 32, 32] in 0..1 (float32) from a folder or tar archive.
@@ -69,8 +69,11 @@ def cifar(
     Either the binary version of CIFAR-10 or CIFAR-100 ("coarse": its 20 superclasses), or pictures under
     `split/class/` (these need Pillow). The Python version is refused: it would have to be unpickled.
     """
+    if split == "both":
+        train, test = cifar(path, "train", labels), cifar(path, "test", labels)
+        return Pool(torch.cat([train.x, test.x]), torch.cat([train.y, test.y]), train.class_names)
     if split not in ("train", "test"):
-        raise SettingError(f"split={split!r}; choose 'train' or 'test'")
+        raise SettingError(f"split={split!r}; choose 'train', 'test' or 'both'")
     if labels not in ("fine", "coarse"):
         raise SettingError(f"labels={labels!r}; choose 'fine' or 'coarse'")
     path = existing(path)

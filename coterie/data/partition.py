@@ -90,17 +90,27 @@ def disjoint_classes(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0) ->
     return _dealt(pool, owner, int(sizes.sum()), torch.repeat_interleave(torch.arange(count), sizes))
 
 
-def permuted_labels(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0) -> Clients:
-    """Rows shared equally at random; every cluster renames the classes by a permutation of its own."""
+def permuted_labels(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0, whole: bool = False) -> Clients:
+    """Rows shared equally at random; every cluster renames the classes by a permutation of its own.
+
+    `whole` gives every cluster all rows, to be shared among its clients, instead of sharing them among all.
+    """
     sizes = _check_clusters(cluster_sizes, len(pool))
     classes, row_class = _classes(pool)
     count, n = len(sizes), int(sizes.sum())
     renamed = classes[_different_permutations(count, len(classes), seed)]
     clusters = torch.repeat_interleave(torch.arange(count), sizes)
-    owner = torch.empty(len(pool), dtype=torch.int64)
-    owner[permutation(key(seed, "permuted rows"), len(pool))] = _shares(len(pool), n)
-    y = renamed[clusters[owner], row_class]
-    return _dealt(Pool(pool.x, y), owner, n, clusters)
+    if not whole:
+        owner = torch.empty(len(pool), dtype=torch.int64)
+        owner[permutation(key(seed, "permuted rows"), len(pool))] = _shares(len(pool), n)
+        return _dealt(Pool(pool.x, renamed[clusters[owner], row_class]), owner, n, clusters)
+    xs, ys = [], []
+    for cluster, size in enumerate(sizes.tolist()):
+        order = permutation(key(seed, "permuted rows", cluster), len(pool))
+        for rows in order.tensor_split(size):
+            xs.append(pool.x[rows])
+            ys.append(renamed[cluster, row_class[rows]])
+    return _named(xs, ys, clusters)
 
 
 def power_law(pool: Pool, n: int, exponent: float, min_rows: int = 1, seed: int = 0) -> Clients:
@@ -118,8 +128,11 @@ def power_law(pool: Pool, n: int, exponent: float, min_rows: int = 1, seed: int 
 
 
 def _dealt(pool: Pool, owner: Tensor, n: int, clusters: Tensor | None = None) -> Clients:
-    xs, ys = deal(pool.x, pool.y, owner, n)
-    names = [f"client-{i}" for i in range(n)]
+    return _named(*deal(pool.x, pool.y, owner, n), clusters)
+
+
+def _named(xs: list[Tensor], ys: list[Tensor], clusters: Tensor | None) -> Clients:
+    names = [f"client-{i}" for i in range(len(xs))]
     if clusters is None:
         return Clients(xs, ys, names)
     return Clients(xs, ys, names, clusters, [f"cluster-{k}" for k in range(int(clusters.max()) + 1)])

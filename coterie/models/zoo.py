@@ -188,6 +188,7 @@ def _build_resnet9(features: tuple[int, ...], outputs: int, width: int) -> nn.Mo
         Residual(8 * width),
         GlobalMax(),
         nn.Linear(8 * width, outputs),
+        Scaled(0.125),
     )
 
 
@@ -224,6 +225,17 @@ class GlobalMax(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.amax((-2, -1))
+
+
+class Scaled(nn.Module):
+    """Outputs times a constant: after maxima over an image, scores are large and steps of usual size too long."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class Residual(nn.Module):

@@ -47,6 +47,8 @@ class Data:
     split: tuple[float, ...] | None = None
     dtype: str | None = None
     dropout: float = 0.0
+    augment: Table = field(default_factory=dict)  # what minibatches go through
+    device: str | None = None  # "auto": a GPU where there is one
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Plan:
     rounds: int = 100
     select: str | None = None
     evaluate_every: int | None = None
+    keep: bool = False  # keep the run folder, from which a killed job goes on
     data: Table = field(default_factory=dict)
     model: Table = field(default_factory=dict)
 
@@ -267,8 +270,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if hint is Any:
-        return True
+    if hint is Any or hint is bool:
+        return hint is Any or isinstance(value, bool)
     return isinstance(value, (int, float) if hint is float else hint) and not isinstance(value, bool)
 
 

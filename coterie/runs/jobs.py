@@ -20,8 +20,10 @@ from torch import Tensor
 import coterie
 from coterie.algorithms import Algorithm, make
 from coterie.data import bundled
+from coterie.data.augment import CropFlip
 from coterie.data.clients import Clients, Pool
 from coterie.data.load import load_table
+from coterie.data.rows import Augment
 from coterie.errors import RunError, SettingError, nearest
 from coterie.federation.federation import Federation
 from coterie.federation.randomness import choose, key
@@ -29,7 +31,7 @@ from coterie.models.base import Model
 from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
 from coterie.runs import files
 from coterie.runs.experiments import Data, Experiment, Plan, Table, build, naming, shared_data
-from coterie.runs.fit import fit
+from coterie.runs.fit import fit, resume
 from coterie.runs.folder import environment
 from coterie.runs.history import mean_over_clients
 from coterie.runs.run import Run
@@ -38,6 +40,7 @@ from coterie.runs.tune import candidates
 Job = tuple[Plan, int]
 SHARED = "../shared/data/"
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+AUGMENTS = {"crop-flip": CropFlip}
 HOMES = {
     "generate": ("coterie.data.generate",),
     "partition": ("coterie.data.partition",),
@@ -72,7 +75,11 @@ def run_job(experiment: Experiment, plan: Plan, seed: int, folder: Path) -> None
     """Train or measure, and save what the table needs as JSON."""
     started = time.perf_counter()
     with naming(experiment.path, f"run {plan.key!r}, seed {seed}"):
-        record = _measured(experiment, plan, seed) if plan.measure else _trained(experiment, plan, seed)
+        if plan.measure:
+            record = _measured(experiment, plan, seed)
+        else:
+            home = record_path(experiment, (plan, seed), folder).with_suffix("") if plan.keep else None
+            record = _trained(experiment, plan, seed, home)
         broken = [name for name, value in record["metrics"].items() if not math.isfinite(value)]
         if broken:
             raise RunError(f"{broken[0]} is not a finite number; the run diverged")
@@ -100,9 +107,9 @@ def _measured(experiment: Experiment, plan: Plan, seed: int) -> Table:
     }
 
 
-def _trained(experiment: Experiment, plan: Plan, seed: int) -> Table:
+def _trained(experiment: Experiment, plan: Plan, seed: int, home: Path | None) -> Table:
     fed = federation(experiment, plan, seed)
-    run = _best(fed, plan)
+    run = _best(fed, plan) if home is None else _continued(fed, plan, home)
     split = "validation" if fed.has_rows("validation") else "train"
     main = main_metric(fed.model.task)
     rounds, values = run.history.curve(split, main)
@@ -143,6 +150,16 @@ def _best(fed: Federation, plan: Plan) -> Run:
     if fed.has_rows("test"):
         best.score_test()
     return best
+
+
+def _continued(fed: Federation, plan: Plan, home: Path) -> Run:
+    """The run at fixed settings, from where it was if it was killed."""
+    if home.exists():
+        return resume(home, fed)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    (algorithm,) = _settings_to_try(plan)
+    select = plan.select or "last"
+    return fit(fed, algorithm, plan.rounds, home, evaluate_every=plan.evaluate_every, select=select)
 
 
 def _settings_to_try(plan: Plan) -> list[Algorithm]:
@@ -191,16 +208,37 @@ def federation(experiment: Experiment, plan: Plan, seed: int) -> Federation:
         )
     clients = _clients(data, seed, folder)
     options |= {"dtype": DTYPES[data.dtype]} if data.dtype is not None else {}
+    options |= {"device": _device(data.device)} if data.device is not None else {}
+    options |= {"augment": _augment(data.augment)} if data.augment else {}
     known: Table = {"clusters": clients.clusters, "names": clients.names, "truth": clients.truth}
     return Federation.from_arrays(clients.xs, clients.ys, model=model, **known, **options)
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _augment(values: Table) -> Augment:
+    arguments = dict(values)
+    name = arguments.pop("name", "")
+    if name not in AUGMENTS:
+        raise SettingError(f"no augment with name = {name!r}.{nearest(str(name), AUGMENTS)}")
+    try:
+        return AUGMENTS[name](**arguments)
+    except TypeError as problem:
+        raise SettingError(f"augment {name!r}: {problem}") from problem
 
 
 def _clients(data: Data, seed: int, folder: Path) -> Clients:
     if data.generate:
         return _called("generate", data.generate, seed)
     found = _called("read", _located(data.read, folder), seed)
-    if isinstance(found, Pool) != bool(data.partition):
-        raise SettingError("pooled rows need a partition; rows that have clients must not have one")
+    if isinstance(found, Pool) and not data.partition:
+        raise SettingError("these rows have no clients; give a partition that deals them out")
+    if isinstance(found, Clients) and data.partition:
+        found = Pool(torch.cat(found.xs), torch.cat(found.ys))
     if data.take is not None:
         if not data.partition or not 0 < data.take <= len(found):
             raise SettingError(f"take = {data.take}; pooled rows are needed, and at least as many")
@@ -253,6 +291,10 @@ def check_plan(path: Path, plan: Plan) -> None:
     with naming(path, f"data of {where}"):
         if sum(map(bool, (data.generate, data.read, data.table))) != 1:
             raise SettingError("give one of generate, read and table")
+        if plan.keep and (plan.grid or plan.budget is not None):
+            raise SettingError("keep = true is for runs at fixed settings; drop grid and budget")
+        if data.augment:
+            _augment(data.augment)
         if data.dtype not in (None, *DTYPES):
             raise SettingError(f"dtype = {data.dtype!r}.{nearest(str(data.dtype), DTYPES)}")
         for kind, given in (("generate", 0), ("read", 0), ("partition", 1)):

@@ -8,8 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-MIXED_AT_ONCE = 1 << 26  # elements held in double precision
-
 
 @functools.lru_cache(maxsize=8)
 def all_pairs(n: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
@@ -25,14 +23,8 @@ def laplacian(weights: Tensor) -> Tensor:
 
 
 def mixed(weights: Tensor, models: Tensor) -> Tensor:
-    """weights [m, n] times models [n, d] at the models' full precision, also where matrix products are rounded."""
-    if not models.is_cuda or models.dtype == torch.float64:
-        return weights.to(models.dtype) @ models
-    result = models.new_empty(len(weights), models.shape[1])
-    width = max(1, MIXED_AT_ONCE // len(models))
-    for part, place in zip(models.split(width, 1), result.split(width, 1), strict=True):
-        place.copy_(weights.double() @ part.double())
-    return result
+    """weights [m, n] times models [n, d]."""
+    return weights.to(models.dtype) @ models
 
 
 def both_ends(ends: Tensor, answered: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

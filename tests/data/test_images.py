@@ -116,6 +116,8 @@ def test_cifar10_binary(tmp_path: Path, form: str) -> None:
     assert pool.x.shape == (10, 3, 32, 32)
     assert torch.equal((pool.x[4].flatten() * 255).round().long(), (torch.arange(3072) + 3) % 256)
     assert cifar(path, split="test").y.tolist() == [3]
+    both = cifar(path, split="both")
+    assert both.y.tolist() == [*pool.y.tolist(), 3] and torch.equal(both.x[:10], pool.x)
 
 
 def test_cifar100_binary(tmp_path: Path) -> None:

@@ -160,6 +160,19 @@ def test_permuted_labels(labels: list[int], sizes: list[int], seed: int) -> None
         assert {new for _, new in pairs} <= set(labels)
 
 
+def test_permuted_labels_of_the_whole_pool_for_every_cluster() -> None:
+    pool = _balanced(3, 7)
+    clients = partition.permuted_labels(pool, [2, 3], seed=1, whole=True)
+    assert clients.clusters is not None and clients.clusters.tolist() == [0, 0, 1, 1, 1]
+    for members in ([0, 1], [2, 3, 4]):
+        rows = torch.cat([clients.xs[i] for i in members])
+        assert sorted(rows.tolist()) == sorted(pool.x.tolist())
+        names = torch.cat([clients.ys[i] for i in members])
+        pairs = set(zip(rows[:, 1].tolist(), names.tolist(), strict=True))
+        assert len(pairs) == 3
+    assert clients.sizes.tolist() == [11, 10, 7, 7, 7]
+
+
 def test_permutations_differ_between_clusters() -> None:
     pool = _balanced(3, 40)
     clients = partition.permuted_labels(pool, [1] * 6, seed=3)
