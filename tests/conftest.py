@@ -7,11 +7,15 @@ import io
 import random
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from coterie.federation.federation import Federation
 
 torch.set_num_threads(1)  # the tests run side by side, and a second thread beside other work only waits
 
@@ -80,3 +84,36 @@ def _write_table(path: Path, kind: str, count: int = 160) -> Path:
 def write_table() -> WriteTable:
     """`write_table(path, "binary" | "multiclass" | "regression")`: CSV, CSV.gz or Parquet by its name."""
     return _write_table
+
+
+def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
+    """The federation in which these clients do not come in these rounds."""
+    from coterie.runtime.shard import Answer, Call, Shard, Visits
+
+    class Gaps(Shard):
+        def fresh(self, seed: int | None = None) -> Gaps:
+            return gaps(super().fresh(seed))
+
+        def run(self, call: Call, visits: Visits, *rest: Any, lasting: bool = True, **more: Any) -> Answer:
+            asked = torch.arange(len(self.ids)) if visits.at is None else visits.at
+            away = torch.tensor([lasting and (call.round, fed.names[k]) in missed for k in asked.tolist()])
+            if not away.any():
+                return super().run(call, visits, *rest, lasting=lasting, **more)
+            if away.all():
+                return Answer({}, came=~away)
+            call = replace(call, each={name: value[~away] for name, value in call.each.items()})
+            nth = None if visits.nth is None else visits.nth[~away]
+            answer = super().run(call, Visits(asked[~away], nth), *rest, lasting=lasting, **more)
+            return Answer(answer.named, answer.good, answer.parcels, came=~away)
+
+    def gaps(shard: Shard) -> Gaps:
+        return Gaps(shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop)
+
+    fed.runtime = gaps(fed.runtime)
+    return fed
+
+
+@pytest.fixture(scope="session")
+def absent_in() -> Callable[[Federation, set[tuple[int, str]]], Federation]:
+    """`absent_in(fed, {(3, "north")})`: a local federation with the gaps that one across a network had."""
+    return _absent_in

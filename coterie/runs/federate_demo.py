@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -51,13 +52,18 @@ def start(opened: FederationFolder, algorithm: Algorithm, rounds: int, **more: A
 
 
 @contextmanager
-def process(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    words: list[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that writes to a file and does not outlive the block, nor does Ctrl-C reach it."""
     with open(log, "ab") as stream:
-        running = subprocess.Popen(words, stdout=stream, stderr=stream, start_new_session=True)
+        running = subprocess.Popen(
+            words, stdout=stream, stderr=stream, start_new_session=True, env=environment
+        )
     try:
         yield running
     finally:
+        running.send_signal(signal.SIGCONT)
         running.terminate()
         try:
             running.wait(STOPS_WITHIN)

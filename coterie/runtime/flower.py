@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,7 +147,9 @@ class Operator:
         from flwr.proto.control_pb2 import StartRunRequest
         from flwr.supercore.fab import Fab
 
-        bundle = build_fab_from_disk(app)
+        with warnings.catch_warnings():  # Flower uses a pattern of pathspec that is on its way out
+            warnings.simplefilter("ignore", DeprecationWarning)
+            bundle = build_fab_from_disk(app)
         fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
         config = user_config_to_proto({"jobs": "\n".join(str(job) for job in jobs)})
         with self._control() as control:
@@ -170,7 +173,7 @@ class Operator:
         control = ControlHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.authority is None,
-            root_certificates=None if self.authority is None else str(self.authority),
+            root_certificates=None if self.authority is None else self.authority.read_bytes(),
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI"), _Token(self.token)],
         )
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hmac
 import importlib
@@ -20,7 +21,39 @@ from coterie.runtime import keys
 
 OPERATOR_HEADER = "coterie-operator"
 SIGNATURE_WINDOW = 400.0  # seconds; Flower takes a signature for 305
+HOLD_NODE, HOLD_SERVER = 10.0, 0.5  # seconds that a question for news may be kept waiting
+GATHER = 0.01  # seconds after a ring, in which more may come
+TASK_TOKEN = b"flwr-task-token"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+
+
+class Bell:
+    """Rings when something was put down; who has heard all rings so far may wait for the next."""
+
+    def __init__(self) -> None:
+        self.rings = 0
+        self.heard: dict[bytes, int] = {}
+        self.waiting: set[asyncio.Future[None]] = set()
+
+    def ring(self) -> None:
+        self.rings += 1
+        for waiter in self.waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self, who: bytes, limit: float) -> None:
+        """Return at the first ring that `who` has not heard, at the latest after `limit` seconds."""
+        if self.heard.get(who) == self.rings:
+            waiter = asyncio.get_running_loop().create_future()
+            self.waiting.add(waiter)
+            try:
+                await asyncio.wait_for(waiter, limit)
+                await asyncio.sleep(GATHER)
+            except TimeoutError:
+                pass
+            finally:
+                self.waiting.discard(waiter)
+        self.heard[who] = self.rings
 
 
 class Gate:
@@ -28,19 +61,33 @@ class Gate:
 
     Nodes may use the Fleet API, each signed request once. Everything else is for this machine; starting runs and
     registering keys also needs the operator's token, which is in a file that only the operator can read.
+
+    Who asks for messages when there is nothing new is kept waiting for a moment, so that nobody needs to ask often.
     """
 
     def __init__(self, app: Any, token: str = "", ready: threading.Event | None = None) -> None:
         self.app, self.token, self.ready = app, token, ready
         self.seen: dict[str, float] = {}
+        self.down, self.up = Bell(), Bell()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            refused = self.refusal(scope)
-            if refused:
-                await _respond(send, *refused)
-                return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refused = self.refusal(scope)
+        if refused:
+            await _respond(send, *refused)
+            return
+        path, headers = scope["path"], dict(scope["headers"])
+        if path == "/v1/fleet/pull-messages":
+            await self.down.wait(headers.get(b"flwr-public-key", b""), HOLD_NODE)
+        elif path == "/v1/runtime/pull-messages":
+            await self.up.wait(headers.get(TASK_TOKEN, b""), HOLD_SERVER)
         await self.app(scope, receive, send)
+        if path == "/v1/runtime/push-object":
+            self.down.ring()
+        elif path == "/v1/fleet/push-object":
+            self.up.ring()
 
     def refusal(self, scope: Any) -> tuple[int, str] | None:
         """Status and reason, None for what may pass."""
@@ -78,7 +125,8 @@ def serve(
 ) -> None:
     """Run the SuperLink of the server folder until it is stopped; `insecure` leaves TLS out, not the keys.
 
-    Nodes are let in from when `ready` is set, which is when their keys are registered.
+    Nodes are let in from when `ready` is set, which is when their keys are registered. Flower's own state is in
+    memory: ours is in the job's folder, and a database would take most of a round's time.
     """
     os.environ.update(QUIET)
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.3")
@@ -88,7 +136,6 @@ def serve(
     tls += ["--ssl-ca-certfile", folder / "ca.crt", "--enable-supernode-auth"]
     sys.argv = ["flower-superlink", "--host", host, "--port", str(port)]
     sys.argv += ["--insecure"] if insecure else [str(part) for part in tls]
-    sys.argv += ["--database", str(folder / "flower" / "state.db")]
     sys.argv += ["--disable-runtime-dependency-installation"]
     try:
         import uvicorn
@@ -107,6 +154,7 @@ def serve(
         port=port,
         log_level="warning",
         access_log=False,
+        timeout_graceful_shutdown=2,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
     )

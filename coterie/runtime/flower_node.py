@@ -20,7 +20,7 @@ from coterie.runtime import keys
 from coterie.runtime.flower_link import QUIET, missing
 
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
-STAYS_BUSY = 3.0  # seconds of quick looks after a message
+WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
 HEARTBEAT = 10.0  # seconds, Flower's shortest
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
 NODE_ID = "node-id"
@@ -76,7 +76,7 @@ class Link:
         client = FleetHttpClient.from_server_address(
             self.address,
             self.authority is None,
-            None if self.authority is None else str(self.authority),
+            None if self.authority is None else self.authority.read_bytes(),
             interceptors=[version, NodeAuthHttpInterceptor(private, public)],
         )
         with client:
@@ -93,14 +93,14 @@ class Link:
                     fleet.deactivate()
 
     def _loop(self, fleet: Fleet, answer: Callable[[bytes], bytes]) -> None:
-        last, pause = time.monotonic(), BUSY_POLL
+        pause = BUSY_POLL
         while True:
+            began = time.monotonic()
             if fleet.answer_one(answer):
-                last, pause = time.monotonic(), BUSY_POLL
-                continue
-            if time.monotonic() - last > STAYS_BUSY:
-                pause = min(1.4 * pause, IDLE_POLL)
-            time.sleep(pause)
+                pause = BUSY_POLL
+            elif time.monotonic() - began < WAS_KEPT_WAITING:
+                time.sleep(pause)
+                pause = min(1.2 * pause, IDLE_POLL)
 
 
 class Fleet:

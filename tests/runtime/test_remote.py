@@ -189,7 +189,7 @@ def test_rows_never_leave_a_node(table, tmp_path):
 
 
 class TestWhoIsAway:
-    def test_dropout_of_a_node_is_dropout_of_its_clients(self, table, tmp_path):
+    def test_dropout_of_a_node_is_dropout_of_its_clients(self, table, tmp_path, absent_in):
         """A node that misses rounds 3 and 4 gives the models of a local run in which its clients were away."""
         algorithm = make("ditto", lr=0.1, batch=4)
         mail = nodes(table, tmp_path)
@@ -205,7 +205,7 @@ class TestWhoIsAway:
         close(personal(mail, there), here.personal)
         assert here.fed.ledger.entries == there.fed.ledger.entries
 
-    def test_a_node_killed_after_keeping_and_before_answering_goes_back(self, table, tmp_path):
+    def test_a_node_killed_after_keeping_and_before_answering_goes_back(self, table, tmp_path, absent_in):
         """Its clients trained in round 3, but nobody heard: in round 5 they go on from round 2."""
         algorithm = make("ditto", lr=0.1, batch=4)
         mail = nodes(table, tmp_path)
@@ -351,7 +351,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("what", sorted(GARBAGE))
-def test_a_node_that_answers_garbage_is_left_out_by_name(table, tmp_path, what):
+def test_a_node_that_answers_garbage_is_left_out_by_name(table, tmp_path, what, absent_in):
     """The others get the models of a local run in which the liar's clients were always away."""
     algorithm, notes = make("fedavg", lr=0.1, batch=4), []
     mail = nodes(table, tmp_path)
@@ -396,32 +396,3 @@ def test_a_message_is_answered_once(table, tmp_path):
     name, letter = mail.sent[0]
     answer, _ = wire.decode(mail.sites[name].answer(letter))
     assert "answered before" in answer["error"]
-
-
-def absent_in(fed, missed):
-    """The federation in which these clients do not come in these rounds."""
-    from coterie.runtime.shard import Answer, Shard, Visits
-
-    class Gaps(Shard):
-        def fresh(self, seed=None):
-            return gaps(super().fresh(seed))
-
-        def run(self, call, visits, welcome=None, lasting=True, **more):
-            asked = torch.arange(len(self.ids)) if visits.at is None else visits.at
-            away = torch.tensor([lasting and (call.round, fed.names[k]) in missed for k in asked.tolist()])
-            if not away.any():
-                return super().run(call, visits, welcome, lasting, **more)
-            if away.all():
-                return Answer({}, came=~away)
-            call = type(call)(
-                **{**vars(call), "each": {name: value[~away] for name, value in call.each.items()}}
-            )
-            nth = None if visits.nth is None else visits.nth[~away]
-            answer = super().run(call, Visits(asked[~away], nth), welcome, lasting, **more)
-            return Answer(answer.named, answer.good, answer.parcels, came=~away)
-
-    def gaps(shard):
-        return Gaps(shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop)
-
-    fed.runtime = gaps(fed.runtime)
-    return fed

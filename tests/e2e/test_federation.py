@@ -1,0 +1,142 @@
+"""Parity on a real SuperLink with real nodes: what a federation trains is what one process trains."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import polars
+import pytest
+import torch
+
+from coterie.algorithms import all_algorithms, make
+from coterie.runs.fit import fit
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Live
+
+pytestmark = pytest.mark.e2e
+ROUNDS = 2
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert one.shape == other.shape
+    scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
+    assert not other.numel() or float((one - other).abs().max()) <= 1e-12 * scale
+
+
+def same(live: Live, job: Any, here: Any, nodes: Any) -> None:
+    """Personal models and metrics to 1e-12, the ledger to the byte."""
+    there = live.models(job, nodes)
+    assert sorted(there) == sorted(here.fed.names)
+    for k, name in enumerate(here.fed.names):
+        close(there[name], here.personal[k])
+    folder = live.folder.path / "runs" / job.name
+    assert polars.read_parquet(folder / "ledger.parquet").equals(here.ledger)
+    metrics, expected = polars.read_parquet(folder / "metrics.parquet"), here.metrics
+    assert metrics.drop("value").equals(expected.drop("value"))
+    close(torch.tensor(metrics["value"].to_numpy()), torch.tensor(expected["value"].to_numpy()))
+
+
+@pytest.fixture(scope="module")
+def parity(live: Live) -> dict[str, Any]:
+    """All algorithms on three nodes, one after the other in one ServerApp."""
+    jobs = {
+        name: live.job(f"parity-{name}", make(name, batch=4), ROUNDS, l2=0.1) for name in all_algorithms()
+    }
+    live.run(*jobs.values())
+    return jobs
+
+
+@pytest.mark.parametrize("name", sorted(all_algorithms()))
+def test_every_algorithm_is_the_same_on_flower(live: Live, parity: dict[str, Any], name: str) -> None:
+    here = fit(live.local(l2=0.1), make(name, batch=4), ROUNDS, evaluate_every=0)
+    same(live, parity[name], here, ("n0", "n1", "n2"))
+    assert live.result(parity[name])["left_out"] == []
+
+
+def test_personal_models_are_not_on_the_server(live: Live, parity: dict[str, Any]) -> None:
+    for job in parity.values():
+        models = live.folder.path / "runs" / job.name / "models" / "model.json"
+        assert not models.exists() or '"clients": []' in models.read_text()
+
+
+def test_two_shards_of_five_thousand_clients(live: Live) -> None:
+    """Stacked on two nodes and on one machine."""
+    from coterie.data.load import load_table
+    from coterie.federation import randomness
+
+    clients, rows = 10_000, 4
+    total = clients * rows
+    x = randomness.normal(randomness.slots(randomness.key(5, "x", torch.arange(total)), 3))
+    y = (x.sum(-1) + randomness.normal(randomness.key(6, "e", torch.arange(total))) > 0).long()
+    owner = torch.arange(total) // rows
+    frame = polars.DataFrame(
+        {
+            "who": owner.numpy(),
+            "group": (owner % 2).numpy(),
+            **{f"x{k}": x[:, k].numpy() for k in range(3)},
+            "y": y.numpy(),
+        }
+    )
+    for name, parity_of in (("n6", 0), ("n7", 1)):
+        live.kill(name)
+        frame.filter(polars.col("who") % 2 == parity_of).write_parquet(live.table(name))
+        live.start_shard(name)
+    try:
+        algorithm = make("ditto", lr=0.1)
+        job = live.job("shards", algorithm, 3, ("n6", "n7"))
+        live.run(job)
+        here = fit(load_table(frame, "who", "y", cluster="group"), algorithm, 3, evaluate_every=0)
+        same(live, job, here, ("n6", "n7"))
+        trained = here.fed.ledger.total("messages_up", phase="train")
+        assert trained == 3 * clients
+    finally:
+        for name in ("n6", "n7"):
+            live.kill(name)
+            live.rows(live.folder.nodes[name]).write_parquet(live.table(name))
+            live.start_node(name)
+
+
+def test_a_round_is_quick_after_the_first(live: Live) -> None:
+    """Nodes answer from memory; a process for every message takes ten seconds or so."""
+    seen: list[tuple[int, float]] = []
+    job = live.job("quick", make("fedavg", lr=0.1), 12)
+    live.run(job, watch=lambda told: seen.append((told.get("round", 0), told.get("seconds", 0.0))))
+    first = next(pair for pair in seen if pair[0] >= 2)
+    seconds = (seen[-1][1] - first[1]) / (seen[-1][0] - first[0])
+    print(f"{seconds:.2f} s a round")
+    assert seconds < 2.0
+
+
+def test_run_is_left_by_ctrl_c_and_attach_follows(live: Live, until: Any) -> None:
+    from coterie.runs import federate
+
+    folder = live.folder.path
+    words = federate.command("federate", "run", folder, "--algorithm", "fedavg", "--rounds", 12)
+    words += ["--name", "left", "--deadline", "20"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    job = folder / "jobs" / "left"
+    until(lambda: federate.progress(job).get("round", 0) >= 2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "The run goes on" in errors and "federate attach" in errors
+    done = subprocess.run(federate.command("federate", "attach", folder), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout and "runs/left" in done.stdout
+    assert live.result(job)["rounds"] == 12 and live.result(job)["lost_rounds"] == 0
+
+
+def test_the_demo_needs_one_command(tmp_path: Any) -> None:
+    from coterie.runs import federate
+
+    began = time.monotonic()
+    words = federate.command("federate", "demo", "--rounds", 5, "--out", tmp_path / "demo")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for hospital in ("cleveland", "hungarian", "switzerland", "va"):
+        assert hospital in done.stdout
+    assert time.monotonic() - began < 180.0
