@@ -25,13 +25,20 @@ if TYPE_CHECKING:
 SIZES = ((12, 12, 12, 12), (15, 15, 15), (10, 10, 10, 10, 10), (6, 12, 18), (8, 16, 24), (6, 12, 18, 24))
 DIMENSIONS = (10, 50, 200)
 SCATTER = ("gaussian", "axes", "tails", "ball")
+CORNER = 0.5**0.5
+STRESS: dict[str, tuple[tuple[int, ...], tuple[dict[int, float], ...]]] = {
+    "nested": ((12,) * 4, ({}, {0: 1.0}, {1: 10.0}, {1: 10.0, 2: 1.0})),  # two near pairs far from each other
+    "outliers": ((12,) * 3, tuple({k: CORNER} for k in range(3))),  # and 14 % stray points far away
+    "unequal": ((30, 12, 5), tuple({k: CORNER} for k in range(3))),
+    "one": ((48,), ({},)),
+}
 PASSES = 60  # enough for the smallest ball to settle: (1 - 1/11)^60 < 0.01
 Method = Callable[["Cloud"], Tensor]
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """Points [N, d] with spread 1 and the true cluster of each."""
+    """Points [N, d] with spread 1 and the true cluster of each, -1 for stray points."""
 
     points: Tensor
     truth: Tensor
@@ -40,12 +47,15 @@ class Cloud:
 
     @property
     def fractions(self) -> Tensor:
-        return torch.bincount(self.truth).double() / len(self.truth)
+        """Shares of the clusters in all points."""
+        return torch.bincount(self.truth[self.truth >= 0]).double() / len(self.truth)
 
     def score(self, centres: Tensor) -> float:
         """mean_i |v_i - mu|^2 n_{k(i)} / rho^2 of one centre per point; 1 is the mean of the true cluster."""
-        error = ((centres - self.means[self.truth]) ** 2).sum(1)
-        return float((error * torch.bincount(self.truth)[self.truth]).mean())
+        known = self.truth >= 0
+        truth = self.truth[known]
+        error = ((centres[known] - self.means[truth]) ** 2).sum(1)
+        return float((error * torch.bincount(truth)[truth]).mean())
 
 
 def draw_cloud(ratio: float, seed: int) -> Cloud:
@@ -60,6 +70,21 @@ def draw_cloud(ratio: float, seed: int) -> Cloud:
     means = _means(len(sizes), d, seed)
     points = ratio * means[truth] + _scattered(len(truth), d, scatter, seed)
     return Cloud(points, truth, ratio * means, ratio)
+
+
+def stress_cloud(name: str, ratio: float, seed: int, d: int = 20) -> Cloud:
+    """A Gaussian cloud of one of the kinds that break simple rules: see `STRESS`."""
+    sizes, places = STRESS[name]
+    truth = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    means = torch.zeros(len(sizes), d, dtype=torch.float64)
+    for row, place in enumerate(places):
+        for axis, length in place.items():
+            means[row, axis] = ratio * length
+    points = means[truth] + _scattered(len(truth), d, "gaussian", seed)
+    if name == "outliers":
+        stray = 100 * ratio * normal(slots(key(seed, "stray", torch.arange(6)), d))
+        points, truth = torch.cat([points, stray]), torch.cat([truth, torch.full((6,), -1)])
+    return Cloud(points, truth, means, ratio)
 
 
 def _means(count: int, d: int, seed: int) -> Tensor:

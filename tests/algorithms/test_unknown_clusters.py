@@ -295,6 +295,29 @@ def test_more_clusters_than_clients():
         fit(federation(), make("pdl-tc", rule="fixed"), rounds=1)
 
 
+@pytest.mark.parametrize("at", ["own", "common"])
+@pytest.mark.parametrize("name", ["pfl-tc", "pdl-tc"])
+def test_one_client_trains_alone(name, at):
+    fed = Federation.from_arrays(XS[:1], YS[:1], models.linear(), clusters=[0])
+    run = fit(fed, make(name, at=at, momentum=1.0, clusters=1, batch=0), rounds=10)
+    steps = 10 if at == "own" else 50 + (9 if name == "pfl-tc" else 10)
+    alone = fit(fed.fresh(), make("local", lr=0.1, steps=1, batch=0), rounds=steps)
+    torch.testing.assert_close(run.personal, alone.personal)
+    assert run.history.at(10, "server", "clusters_found").item() == 1
+
+
+@pytest.mark.parametrize("at", ["own", "common"])
+def test_when_all_are_outside_every_ball(at):
+    """A centre with an empty ball stays where it started: the server's at its K-means, one's own at oneself."""
+    tiny = {"rule": "fixed", "tau": 1e-12, "at": at, "momentum": 1.0, "batch": 0}
+    alone = fit(world(), make("local", lr=0.1, steps=1, batch=0), rounds=5 if at == "own" else 55)
+    run = fit(world(), make("pdl-tc", adopt=0.0, **tiny), rounds=5)
+    torch.testing.assert_close(run.personal, alone.personal)
+    assert set(run.history.at(5, "server", "neighbours").tolist()) == {1.0}
+    run = fit(world(), make("pfl-tc", clusters=2, **tiny), rounds=30)
+    assert torch.isfinite(run.personal).all() and run.history.at(30, "server", "ari").item() == 1.0
+
+
 def test_identical_clients_form_one_cluster():
     fed = Federation.from_arrays([XS[3]] * 5, [YS[3]] * 5, models.linear())
     for name, steps in (("pfl-tc", 50 + 9), ("pdl-tc", 50 + 10)):

@@ -24,7 +24,7 @@ def names_of(experiment):
 
 
 def test_figure_one_measures_every_row():
-    experiment = shortened("fig1", tries=2, rounds=3)
+    experiment = shortened("fig1", tries=1, rounds=2)
     found = section_four(experiment, 0)
     assert names_of(experiment) <= set(found)
     assert found["pfl-tc"] > 0 and 0 <= found["pfl-tc below ifca-model"] <= 1
