@@ -50,7 +50,7 @@ class Link:
                     self.log(f"connected to {self.address}")
                     waiting = False
                     self._loop(fleet, answer)
-            except Refused:
+            except CoterieError:
                 raise
             except Exception as problem:
                 reason = _reason(problem)
