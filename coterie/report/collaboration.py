@@ -68,9 +68,10 @@ def words(run: RunFacts) -> str:
             )
     mixes = _mixes(run)
     if mixes is not None:
+        low, mean, high = (f"{100 * part(mixes):.0f} %" for part in (np.nanmin, np.nanmean, np.nanmax))
         sentences.append(
-            f"Every client mixes the shared model with its own; the share of the shared model is "
-            f"{np.nanmin(mixes):.0%} to {np.nanmax(mixes):.0%}, on average {np.nanmean(mixes):.0%}."
+            f"Every client mixes the shared model with its own; the share of the shared model is {low} to {high}, on "
+            f"average {mean}."
         )
     if run.weights is not None:
         sentences.append(
@@ -159,6 +160,7 @@ def _matrix(
         "colorbar": {"title": {"text": what}, "thickness": 12},
         "hovertemplate": "%{y} ← %{x}: %{z:.3g}<extra></extra>",
     }
+    below = n <= 40 and max(map(len, names)) <= 14
     ticks = {"showticklabels": n <= 40, "ticks": "", "type": "category", "automargin": True}
     return Panel(
         f"matrix-{key}",
@@ -166,7 +168,7 @@ def _matrix(
         f"{caption} Groups of clients that belong together are squares along the diagonal.{note}",
         [trace],
         {
-            "xaxis": {**ticks},
+            "xaxis": {**ticks, "showticklabels": below},
             "yaxis": {**ticks, "autorange": "reversed", "scaleanchor": "x", "constrain": "domain"},
         },
         ("client", "group", f"mean {what} inside its group", "to the others"),
@@ -300,7 +302,7 @@ def _mix(run: RunFacts, key: str, mixes: np.ndarray) -> Panel:
         traces = [{"type": "bar", "x": numbers(middle), "y": counts.tolist(), "marker": {"color": "$c0"}}]
         layout = {"xaxis": axis("share of the shared model (%)"), "yaxis": axis("clients")}
         height = 340
-    rows = [[name, f"{value:.0%}"] for name, value in list(zip(run.names, mixes, strict=True))[:60]]
+    rows = [[name, f"{100 * value:.0f} %"] for name, value in list(zip(run.names, mixes, strict=True))[:60]]
     return Panel(
         f"mix-{key}",
         "Mix of shared and own model",

@@ -50,7 +50,8 @@ def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, simi
                 "mode": "markers+text" if len(names) <= 30 else "markers",
                 "x": numbers(places[mine, 0], 4),
                 "y": numbers(places[mine, 1], 4),
-                "text": [names[k] for k in mine],
+                "text": [_short(names[k]) for k in mine],
+                "customdata": [names[k] for k in mine],
                 "textposition": "top center",
                 "cliponaxis": False,
                 "marker": {
@@ -60,7 +61,7 @@ def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, simi
                     "line": {"width": 1, "color": "$background"},
                 },
                 "name": f"group {int(mark) + 1}" if mark >= 0 else "no group",
-                "hovertemplate": "%{text}<extra>%{fullData.name}</extra>",
+                "hovertemplate": "%{customdata}<extra>%{fullData.name}</extra>",
             }
         )
     bare = {"visible": False, "zeroline": False}
@@ -79,6 +80,11 @@ def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, simi
         rows,
         460,
     )
+
+
+def _short(name: str, most: int = 22) -> str:
+    text = html.unescape(name)
+    return name if len(text) <= most else html.escape(text[: most - 1], quote=False) + "…"
 
 
 def _merged(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
@@ -108,7 +114,7 @@ def _spread(links: np.ndarray, steps: int = 200) -> np.ndarray:
     angle = 2 * math.pi * np.arange(n) / n
     places = np.stack([np.cos(angle), np.sin(angle)], 1)
     pull = links / links.max() if links.max() > 0 else links
-    ideal = 1.6 / math.sqrt(n)
+    ideal = 2.2 / math.sqrt(n)
     for step in range(steps):
         gap = places[:, None] - places
         distance = np.maximum(np.linalg.norm(gap, axis=-1, keepdims=True), 1e-3)

@@ -85,7 +85,7 @@ def test_linked_clients_lie_near_each_other(twelve: Path) -> None:
     names = [name.replace("<", "&lt;").replace(">", "&gt;") for name in run.names]
     for trace in graph(run, "0", weights, kind, similar=False).data:
         if trace["mode"] != "lines":
-            for x, y, name in zip(trace["x"], trace["y"], trace["text"], strict=True):
+            for x, y, name in zip(trace["x"], trace["y"], trace["customdata"], strict=True):
                 places[names.index(name.replace("&amp;", "&"))] = x, y
     distance = np.linalg.norm(places[:, None] - places, axis=-1)
     same = (kind[:, None] == kind) & ~np.eye(12, dtype=bool)

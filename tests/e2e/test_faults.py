@@ -1,0 +1,175 @@
+"""What goes wrong in a real federation: nodes and servers that die, are late, come later, or talk nonsense."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import polars
+import pytest
+import torch
+
+from coterie.algorithms import make
+from coterie.data.federated import Roles
+from coterie.errors import RunError
+from coterie.runs import federate, files
+from coterie.runs.fit import fit
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Live
+
+pytestmark = pytest.mark.e2e
+EVERYBODY = tuple(f"n{k}" for k in range(8))
+THREE = EVERYBODY[:3]
+
+
+def same_models(live: Live, job: Any, here: Any, nodes: Any, tolerance: float = 1e-12) -> None:
+    there = live.models(job, nodes)
+    for k, name in enumerate(here.fed.names):
+        assert float((there[name] - here.personal[k]).abs().max()) <= tolerance, name
+
+
+class At:
+    """Does something once, when a run has come so far; used as `watch`."""
+
+    def __init__(self, **deeds: Any) -> None:
+        self.deeds = {int(name.removeprefix("round_")): deed for name, deed in deeds.items()}
+
+    def __call__(self, told: dict[str, Any]) -> None:
+        for t in [t for t in self.deeds if told.get("round", 0) >= t]:
+            self.deeds.pop(t)()
+
+
+def test_eight_nodes_with_one_killed_in_mid_round_and_restarted(live: Live, absent_in: Any) -> None:
+    """No round is lost, and all models are those of a local run with the same gaps."""
+
+    def kill() -> None:
+        live.kill("n3", signal.SIGSTOP)  # the server is sure to be waiting for it when it dies
+        federate.time.sleep(1.0)
+        live.kill("n3")
+
+    algorithm = make("ditto", lr=0.1, batch=4)
+    job = live.job("killed", algorithm, 20, EVERYBODY, deadline=3.0, evaluate_every=0)
+    live.run(job, watch=At(round_4=kill, round_6=lambda: live.start_node("n3")))
+    assert live.result(job)["lost_rounds"] == 0
+    missed = live.missed(job)
+    rounds = sorted({t for t, _ in missed})
+    assert {name for _, name in missed} == {live.folder.nodes["n3"][0]}
+    assert 1 <= len(rounds) < 16 and rounds[-1] < 20, rounds
+    here = fit(absent_in(live.local(EVERYBODY), missed), algorithm, 20, evaluate_every=0)
+    same_models(live, job, here, EVERYBODY)
+    ledger = polars.read_parquet(live.folder.path / "runs" / "killed" / "ledger.parquet")
+    assert ledger.equals(here.ledger)
+    assert any("n3 is back" in line for line in federate.notes(job))
+
+
+def test_a_server_that_is_killed_goes_on_bit_for_bit(live: Live) -> None:
+    """The nodes are rounds ahead of the last checkpoint when everything on the server's side dies."""
+    algorithm = make("ditto", lr=0.1, batch=4, participation=0.6)
+    whole = live.job("whole", algorithm, 10)
+    live.run(whole)
+
+    def kill() -> None:
+        live.kill("server")
+
+    job = live.job("broken", algorithm, 10, checkpoint_every=4)
+    with pytest.raises(RunError, match="--resume broken"):
+        live.run(job, watch=At(round_6=kill))
+    assert (
+        files.read_json(live.folder.path / "runs" / "broken" / "checkpoint" / "checkpoint.json")["round"] == 4
+    )
+    live.start_server()
+    live.run(job)
+    once, twice = live.models(whole), live.models(job)
+    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    for name in ("metrics.parquet", "ledger.parquet"):
+        folder = live.folder.path / "runs"
+        assert files.sha256(folder / "whole" / name) == files.sha256(folder / "broken" / name)
+
+
+def test_a_slow_node_is_not_waited_for_beyond_the_deadline(live: Live, absent_in: Any) -> None:
+    algorithm = make("fedavg", lr=0.1, batch=4)
+    job = live.job("slow", algorithm, 30, deadline=2.0)
+    watch = At(
+        round_3=lambda: live.kill("n1", signal.SIGSTOP), round_10=lambda: live.kill("n1", signal.SIGCONT)
+    )
+    live.run(job, watch=watch)
+    missed = live.missed(job)
+    reasons = {why for _, _, why in live.result(job)["left_out"]}
+    assert any("no answer within 2 s" in why for why in reasons)
+    rounds = {t for t, _ in missed}
+    assert {name for _, name in missed} == set(live.folder.nodes["n1"]) and max(rounds) < 30
+    assert live.result(job)["lost_rounds"] == 0
+    same_models(live, job, fit(absent_in(live.local(), missed), algorithm, 30, evaluate_every=0), THREE)
+
+
+def test_a_node_that_joins_late_takes_part(live: Live) -> None:
+    live.kill("n2")
+    algorithm = make("ditto", lr=0.1)
+    roles = Roles("who", "y", drop=("group",)).to_json()
+    job = live.job("late", algorithm, 25, deadline=3.0, patience=5.0, roles=roles)
+    live.run(job, watch=At(round_2=lambda: live.start_node("n2")))
+    missed = live.missed(job)
+    assert {name for _, name in missed} == set(live.folder.nodes["n2"])
+    assert 1 in {t for t, _ in missed} and max(t for t, _ in missed) < 25
+    models = live.models(job)
+    assert len(models) == 6 and all(torch.isfinite(model).all() for model in models.values())
+    metrics = polars.read_parquet(live.folder.path / "runs" / "late" / "metrics.parquet")
+    tested = set(metrics.filter(polars.col("split") == "test")["client"])
+    assert set(live.folder.nodes["n2"]) <= tested
+
+
+ROGUE = """
+    import sys, torch
+    from pathlib import Path
+    from coterie.runs import federate
+    from coterie.runs.site import Site
+    from coterie.runtime import wire
+    from coterie.runtime.flower_node import Link
+    folder, address, count = Path(sys.argv[1]), sys.argv[2], 0
+    state = federate.keys.private_folder(folder / "rogue")
+    site = Site(folder / "rows.parquet", state)
+    def lie(message):
+        global count
+        answer = site.answer(message)
+        asked, (header, tensors) = wire.decode(message)[0], wire.decode(answer)
+        if asked.get("phase") != "train":
+            return answer
+        count += 1
+        value = tensors["value."]
+        changed = {1: value * torch.nan, 2: torch.cat([value, value], -1), 3: torch.cat([value, value]),
+                   4: value * 1e200, 5: torch.zeros(4 << 20), 6: value.float()}
+        if count in changed:
+            return wire.encode(header, {**tensors, "value.": changed[count]})
+        return {7: answer[:-5], 8: b"", 9: bytes(range(256)), 10: b"\\x80\\x04N.",
+                11: answer.replace(b'"version": 1', b'"version": 9'),
+                12: wire.encode({**header, "nonce": "another"}, tensors),
+                13: wire.encode({**header, "at": [1, 77]}, tensors),
+                14: site.answer(wire.encode({**asked, "phase": "os.system", "nonce": "x"}, {}))}[count]
+    Link(address, folder / "node.key", folder / "ca.crt", state, print).serve(lie)
+"""
+
+
+def test_a_node_that_answers_garbage_is_left_out_by_name(live: Live, absent_in: Any) -> None:
+    """NaN, wrong shapes, huge numbers, megabytes, cut and foreign bytes, other versions, replays, unknown phases."""
+    live.kill("n1")
+    address = f"127.0.0.1:{live.folder.port}"
+    script = [sys.executable, "-c", textwrap.dedent(ROGUE), str(live.table("n1").parent), address]
+    live.start("n1", script)
+    try:
+        algorithm = make("fedavg", lr=0.1, batch=4)
+        job = live.job("garbage", algorithm, 14)
+        live.run(job)
+        missed = live.missed(job)
+        assert missed == {(t, name) for t in range(1, 15) for name in live.folder.nodes["n1"]}
+        notes = [line for line in federate.notes(job) if "n1 is left out" in line]
+        assert len(notes) >= 11, notes
+        here = fit(absent_in(live.local(), missed), algorithm, 14, evaluate_every=0)
+        others = live.models(job, ("n0", "n2"))
+        for name, model in others.items():
+            assert float((model - here.personal[here.fed.names.index(name)]).abs().max()) <= 1e-12
+    finally:
+        live.kill("n1")
+        live.start_node("n1")
