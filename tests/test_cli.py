@@ -41,6 +41,8 @@ COMMANDS = (
     "reproduce",
     "data",
     "data describe",
+    "federate",
+    *(f"federate {verb}" for verb in ("init", "server", "node", "run", "attach", "demo")),
 )
 
 

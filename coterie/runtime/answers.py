@@ -14,7 +14,7 @@ from coterie.runtime import messages, wire
 from coterie.runtime.post import Letter
 from coterie.runtime.shard import Call
 
-SPARE_BYTES = 1 << 20  # what an answer may weigh beyond twice what its phase declares
+SPARE_BYTES = 1 << 20  # what an answer may weigh beyond twice what is expected of its phase
 
 Stamp = tuple[int, int]  # the round and call that left a state
 
@@ -89,7 +89,7 @@ def check(letter: Letter, call: Call, visits: int, since: Stamp | None, d: int) 
         raise wire.WireError("the answer belongs to another call")
     if not isinstance(parcels, dict) or not _are_parcels(parcels, call, tensors):
         raise wire.WireError("compressed values that cannot be read")
-    declared = call.algorithm.traffic(d).get(call.phase, (0, 64))[1]
+    declared = max(call.algorithm.traffic(d).get(call.phase, (0, 0))[1], 4 * d + 64)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     if size > SPARE_BYTES + 2 * visits * declared * 8:
         raise wire.WireError(f"{size} bytes, far more than {call.phase} sends")
@@ -106,11 +106,11 @@ def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: 
     votes: dict[Any, int] = {}
     for reply in replies:
         votes[reply.shape()] = votes.get(reply.shape(), 0) + reply.visits
-    declared = call.algorithm.traffic(d).get(call.phase)
-    free = declared is None or scores or call.compress is not None
+    declared = call.algorithm.traffic(d).get(call.phase, (0, 0))[1]
+    counts = declared > 0 and not scores and call.compress is None
 
     def rank(shape: Any) -> tuple[bool, bool, int]:
-        return shape == before, free or declared is None or _floats(shape) == declared[1], votes[shape]
+        return shape == before, not counts or _floats(shape) == declared, votes[shape]
 
     return max(votes, key=rank)
 

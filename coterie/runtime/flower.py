@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from coterie.errors import RunError
 from coterie.runtime import keys
-from coterie.runtime.flower_link import OPERATOR_HEADER
+from coterie.runtime.flower_link import OPERATOR_HEADER, leave_with_parent
 from coterie.runtime.flower_node import BYTES, KIND, PARCEL, content, reply_to
 from coterie.runtime.post import Undelivered
 
@@ -64,6 +64,7 @@ def main(grid: Grid, context: Context) -> None:
     """The jobs that the run's configuration names, one after the other."""
     from coterie.runs.federate_job import work
 
+    leave_with_parent()
     # Flower waits a second for parts of a message that are on their way; ours are small and there in a moment.
     http_grid.pull_objects = functools.partial(http_grid.pull_objects, initial_backoff=0.02)
     for job in str(context.run_config["jobs"]).splitlines():

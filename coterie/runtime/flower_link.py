@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import hmac
 import importlib
 import ipaddress
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -141,9 +143,10 @@ def serve(
         import uvicorn
         from flwr.superlink.main import create_app
 
-        superlink = importlib.import_module("flwr.superlink.cli.flower_superlink")
+        superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     except ImportError as problem:
         raise missing(problem) from None
+    superlink.get_popen_detach_kwargs = lambda: {"start_new_session": True, "preexec_fn": _die_with_parent}
     config = dataclasses.replace(superlink._parse_superlink_lifespan_config(), enable_supernode_auth=True)
     app = create_app(config, superlink.SuperLinkLifespan)
     app.add_middleware(Gate, token=token, ready=ready)
@@ -158,6 +161,24 @@ def serve(
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
     )
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process when the server is gone; by itself Flower's would try to reach it for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def leave_with_parent() -> None:
+    """End this process at once when the one that started it is gone; whatever matters is on the disk."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def missing(problem: ImportError) -> CoterieError:

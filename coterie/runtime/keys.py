@@ -90,13 +90,14 @@ def make_node_key(folder: Path, name: str) -> None:
 
 def load_node_key(path: Path) -> tuple[Any, Any]:
     """The key pair of a node."""
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     require_private(path)
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):
         raise SettingError(f"{path} is not a private key that `coterie federate init` made") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SettingError(f"{path} is a key of another kind; use the one that `coterie federate init` made")
@@ -105,11 +106,12 @@ def load_node_key(path: Path) -> tuple[Any, Any]:
 
 def public_bytes(path: Path) -> bytes:
     """A node's public key as PEM, which is how Flower knows it."""
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):
         raise SettingError(f"{path} is not a public key that `coterie federate init` made") from None
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
