@@ -20,6 +20,7 @@ _HOME = {
     "fit": "coterie.runs.fit",
     "resume": "coterie.runs.fit",
     "Run": "coterie.runs.run",
+    "choose": "coterie.runs.auto",
     "compare": "coterie.runs.compare",
     "advise": "coterie.theory.advisor",
     "check_algorithm": "coterie.runs.conformance",

@@ -149,7 +149,7 @@ def fit(
     target: TargetOption,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="run folder to make")],
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them")
+        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them; auto: let them race")
     ] = "ditto",
     settings: Annotated[
         list[str] | None,
@@ -182,7 +182,9 @@ def fit(
     from coterie.runs.fit import fit as train
     from coterie.runs.plan import rounds_within_budget
 
-    method = make(algorithm, **assignments(settings or []))
+    method = "auto" if algorithm == "auto" else make(algorithm, **assignments(settings or []))
+    if isinstance(method, str) and (settings or budget_mb is not None):
+        raise SettingError("auto chooses the settings by itself; leave out --set and --budget-mb")
     require_place(json)
     fed = load_table(
         find_table(table),
@@ -196,7 +198,7 @@ def fit(
         l2=l2,
     )
     console.notes(fed.table.warnings)
-    if budget_mb is not None:
+    if budget_mb is not None and not isinstance(method, str):
         rounds = rounds_within_budget(method, fed, budget_mb)
     with _resumable(out), console.progress() as watch:
         run = train(
@@ -206,8 +208,10 @@ def fit(
             out,
             select=select,
             checkpoint_every=checkpoint_every,
-            watch=_rounds(watch, method.name),
+            watch=_rounds(watch, algorithm),
         )
+    if run.choice is not None:
+        console.show(run.choice.text())
     _finished(run, json)
 
 

@@ -31,6 +31,8 @@ BASELINES = ("local", "fedavg", "fine-tuned")
 DEFAULT = (*BASELINES, "ditto")
 BUDGET = 8  # settings tried per method and seed
 
+AUTO = "auto"  # the method and settings that a race of its own chooses
+
 Watch = Callable[[str, int, int], None]  # what is being done, rounds done, rounds in all
 
 
@@ -134,7 +136,8 @@ def compare(
     if out is not None:
         RunFolder.require_free(Path(out))
     trials: list[Trial] = []
-    meter = _Meter(watch, sum(len(candidates(method, budget)) for method in methods) * seeds * rounds)
+    tries = sum(_tries(method, budget) for method in methods)
+    meter = _Meter(watch, math.ceil(tries * seeds * rounds))
     for seed, fed in enumerate(_federations(source, client, target, seeds, table)):
         if seed == 0:
             _require_runnable(fed, methods)
@@ -154,18 +157,34 @@ def compare(
     return comparison
 
 
-def _methods(algorithms: Sequence[str | Algorithm]) -> list[Algorithm]:
+def _methods(algorithms: Sequence[str | Algorithm]) -> list[Algorithm | str]:
     """The baselines and what was asked for, each once, all names checked before anything runs."""
-    asked = [item if isinstance(item, Algorithm) else find(item)() for item in dict.fromkeys(algorithms)]
-    known = {method.name for method in asked}
+    asked: list[Algorithm | str] = [
+        item if isinstance(item, Algorithm) or item == AUTO else find(item)()
+        for item in dict.fromkeys(algorithms)
+    ]
+    known = {_name(method) for method in asked}
     if len(known) < len(asked):
-        raise SettingError(f"one method twice among {[method.name for method in asked]}; give each once")
-    return [find(name)() for name in BASELINES if name not in known] + asked
+        raise SettingError(f"one method twice among {[_name(method) for method in asked]}; give each once")
+    return [*(find(name)() for name in BASELINES if name not in known), *asked]
 
 
-def _require_runnable(fed: Federation, methods: Sequence[Algorithm]) -> None:
+def _name(method: Algorithm | str) -> str:
+    return method if isinstance(method, str) else method.name
+
+
+def _tries(method: Algorithm | str, budget: int) -> float:
+    """How many times the rounds of one run a method takes."""
+    from coterie.runs.auto import EFFORT
+
+    return EFFORT if isinstance(method, str) else len(candidates(method, budget))
+
+
+def _require_runnable(fed: Federation, methods: Sequence[Algorithm | str]) -> None:
     """Let every method start once: one that cannot run here says so before the others have trained."""
     for method in methods:
+        if isinstance(method, str):
+            continue
         trial = fed.fresh()
         trial.enter_round(0, None)
         method.start(trial)
@@ -194,8 +213,12 @@ def _federations(
         yield fed
 
 
-def _tuned(fed: Federation, method: Algorithm, seed: int, rounds: int, budget: int, meter: _Meter) -> Trial:
+def _tuned(
+    fed: Federation, method: Algorithm | str, seed: int, rounds: int, budget: int, meter: _Meter
+) -> Trial:
     """The best of the method's candidate settings by validation loss, then one look at the test rows."""
+    if isinstance(method, str):
+        return _raced(fed, seed, rounds, meter)
     best: Run | None = None
     lowest = math.inf
     for candidate in candidates(method, budget):
@@ -212,6 +235,15 @@ def _tuned(fed: Federation, method: Algorithm, seed: int, rounds: int, budget: i
             best, lowest = run, loss
     assert best is not None
     return Trial(method.name, seed, best, lowest, best.score_test()[main_metric(fed.model.task)])
+
+
+def _raced(fed: Federation, seed: int, rounds: int, meter: _Meter) -> Trial:
+    from coterie.runs.auto import EFFORT, choose
+
+    choice = choose(fed, rounds, watch=meter.jumps(f"auto, seed {seed}"))
+    meter.skip(math.ceil(EFFORT * rounds))
+    loss = mean_over_clients(choice.run.score("validation", "loss"))
+    return Trial(AUTO, seed, choice.run, loss, choice.run.score_test()[main_metric(fed.model.task)])
 
 
 class _Meter:
@@ -231,6 +263,16 @@ class _Meter:
 
         return step
 
+    def jumps(self, what: str) -> Watch | None:
+        """For work that reports by itself how much is done."""
+        if self._watch is None:
+            return None
+        report, before = self._watch, self._done
+        return lambda part, done, total: report(f"{what}, {part}", before + done, self._total)
+
+    def skip(self, rounds: int) -> None:
+        self._done += rounds
+
 
 def _row(name: str, trials: list[Trial]) -> dict[str, Any]:
     """Summary of one method; gains are paired by client, averaged over seeds."""
@@ -242,7 +284,7 @@ def _row(name: str, trials: list[Trial]) -> dict[str, Any]:
     scored = ~(by_seed.isnan() | alone.isnan()).all(0)
     value = by_seed.nanmean(0)[scored]
     gain = sign * (by_seed - alone).nanmean(0)[scored]
-    low, high = _interval(gain) if name != "local" else (0.0, 0.0)
+    low, high = interval(gain) if name != "local" else (0.0, 0.0)
     seed_means = by_seed.nanmean(1)
     traffic = [trial.run.traffic() for trial in mine]
     quartiles = torch.quantile(value, torch.tensor([0.25, 0.5, 0.75], dtype=value.dtype)).tolist()
@@ -265,7 +307,7 @@ def _row(name: str, trials: list[Trial]) -> dict[str, Any]:
     }
 
 
-def _interval(gain: Tensor) -> tuple[float | None, float | None]:
+def interval(gain: Tensor) -> tuple[float | None, float | None]:
     """Student's 95 % interval of the mean gain over clients; none for a single client."""
     from scipy.stats import t as student
 

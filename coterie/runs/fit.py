@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coterie.algorithms import Algorithm, make
 from coterie.errors import NobodyAnswered, RunError, SettingError
@@ -41,9 +42,14 @@ def fit(
 
     `out` makes a run folder that `resume` can go on from. `evaluate_every` rounds the validation rows (the
     training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
-    rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the
+    rows are scored once, at the end, or not at all (`score_test`). "auto" races the sensible methods on
+    validation rows (`coterie.choose`). `select="best"` deploys the models of the
     scored round with the lowest mean validation loss instead of the last ones.
     """
+    if algorithm == "auto":
+        from coterie.runs.auto import fit_chosen
+
+        return fit_chosen(fed, rounds, out, score_test=score_test, watch=watch)
     algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
     if rounds < 0:
         raise SettingError(f"rounds is {rounds}; it must not be negative")
@@ -91,6 +97,47 @@ def resume(
         return _train(fed, algorithm, progress, plan, folder, watch, started)
 
 
+class Contestant:
+    """A run under way that is taken further piece by piece; it deploys the best round it was scored at."""
+
+    def __init__(self, fed: Federation, algorithm: Algorithm, rounds: int, evaluate_every: int) -> None:
+        self.algorithm, self.started = algorithm, time.perf_counter()
+        self.plan = {
+            "rounds": rounds,
+            "evaluate_every": evaluate_every,
+            "select": "best",
+            "score_test": False,
+            "checkpoint_every": 0,
+        }
+        self.fed = fed.fresh()
+        with _threads(self.fed, algorithm):
+            self.progress = _begin(self.fed, algorithm, self.plan)
+
+    def advance(self, until: int, watch: Watch | None = None) -> None:
+        with _threads(self.fed, self.algorithm):
+            _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
+
+    @property
+    def loss(self) -> float:
+        """The lowest mean validation loss so far; infinite for a run that diverged."""
+        return self.progress.best.loss
+
+    def validation(self, metric: str) -> Tensor:
+        """A validation metric [n] at the best round so far."""
+        value = self.progress.history.at(self.progress.best.round, "validation", metric)
+        assert value is not None
+        return value
+
+    def megabytes(self) -> float:
+        """Sent up and down so far, evaluation not counted."""
+        counts = [counts for entry, counts in self.fed.ledger.entries.items() if entry.kind != "evaluate"]
+        return sum(count[2] + count[5] for count in counts) / 1e6
+
+    def finish(self) -> Run:
+        with _threads(self.fed, self.algorithm):
+            return _finish(self.fed, self.algorithm, self.progress, self.plan, None, self.started)
+
+
 @contextmanager
 def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
     """Run with as many threads as the work is worth, then give torch its setting back."""
@@ -119,9 +166,23 @@ def _train(
     watch: Watch | None,
     started: float,
 ) -> Run:
+    _advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
+    return _finish(fed, algorithm, progress, plan, folder, started)
+
+
+def _advance(
+    fed: Federation,
+    algorithm: Algorithm,
+    progress: Progress,
+    plan: dict[str, Any],
+    until: int,
+    folder: RunFolder | None = None,
+    watch: Watch | None = None,
+) -> None:
+    """The rounds up to `until`."""
     rounds, every = plan["rounds"], plan["evaluate_every"]
     clock = _Clock(plan["checkpoint_every"])
-    for t in range(progress.round + 1, rounds + 1):
+    for t in range(progress.round + 1, until + 1):
         fed.enter_round(t, progress.state)
         try:
             progress.state = algorithm.round(fed, progress.state, t)
@@ -136,7 +197,6 @@ def _train(
         if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
             checkpoint.save(folder.checkpoints, fed, progress)
             clock.saved()
-    return _finish(fed, algorithm, progress, plan, folder, started)
 
 
 def _finish(

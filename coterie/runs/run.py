@@ -17,6 +17,8 @@ from coterie.runs.history import History
 if TYPE_CHECKING:
     import polars
 
+    from coterie.runs.auto import Choice
+
 
 @dataclass
 class Run:
@@ -36,6 +38,7 @@ class Run:
     lost_rounds: int = 0
     seconds: float = 0.0
     folder: Path | None = field(default=None)
+    choice: Choice | None = field(default=None, repr=False)  # why this method, where "auto" chose it
 
     @property
     def metrics(self) -> polars.DataFrame:
