@@ -16,6 +16,7 @@ from coterie.cli_arguments import (
     require_place,
     write_json,
 )
+from coterie.errors import CoterieError
 from coterie.report import console
 
 
@@ -99,4 +100,7 @@ def report_beside(folder: Path) -> None:
     if all(importlib.util.find_spec(name) for name in ("plotly", "jinja2", "polars")):
         from coterie.report.page import write_report
 
-        console.show(f"Report: {write_report([folder])}")
+        try:
+            console.show(f"Report: {write_report([folder])}")
+        except CoterieError as problem:
+            console.notes([f"No report was written: {problem}"])

@@ -61,7 +61,9 @@ def words(run: RunFacts) -> str:
     if clusters:
         last = next(reversed(clusters.values()))
         sizes = np.unique(last[~np.isnan(last)], return_counts=True)[1]
-        if len(sizes):
+        if len(sizes) == 1:
+            sentences.append("The method sees one group, to which all clients are linked.")
+        elif len(sizes):
             sentences.append(
                 f"The method put the clients into {count(len(sizes), 'group')}, the largest of "
                 f"{count(int(sizes.max()), 'client')}, the smallest of {sizes.min():,}."
@@ -78,13 +80,16 @@ def words(run: RunFacts) -> str:
             "The method itself decided who learns from whom; the map shows these weights after the last round."
         )
     elif not clusters and mixes is None:
-        alike = _alike(run)
-        sentences.append(
-            "All clients use one and the same model, so there is no map to draw."
-            if alike is None and run.personal is not None
-            else "This method keeps no weights between pairs of clients; the map shows how alike the clients' models "
-            "became."
-        )
+        models = run.personal
+        if models is not None and (models == models[:1]).all():
+            sentences.append("All clients use one and the same model, so there is no map to draw.")
+        elif _alike(run) is None:
+            sentences.append("There is no map: the models are too large to compare here, or not finite.")
+        else:
+            sentences.append(
+                "This method keeps no weights between pairs of clients; the map shows how alike the clients' models "
+                "became."
+            )
     return " ".join(sentences)
 
 
@@ -97,7 +102,9 @@ def _alike(run: RunFacts) -> np.ndarray | None:
     distance = np.sqrt(np.maximum(squares[:, None] + squares - 2 * models @ models.T, 0))
     np.fill_diagonal(distance, 0)
     largest = distance.max()
-    return None if largest <= 1e-6 * math.sqrt(squares.max() + 1e-300) else 1 - distance / largest
+    if not np.isfinite(distance).all() or largest <= 1e-6 * math.sqrt(squares.max() + 1e-300):
+        return None
+    return 1 - distance / largest
 
 
 def _labels(run: RunFacts) -> np.ndarray | None:
@@ -120,7 +127,7 @@ def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray
     tree = linkage(squareform(distance, checks=False), "average")
     leaves = leaves_list(tree)
     groups = 0 if labels is None else len(np.unique(labels))
-    if labels is None or (len(weights) > NODES and not 1 < groups <= NODES):
+    if labels is None or groups < 2 or (len(weights) > NODES and groups > NODES):
         few = min(8, max(1, round(math.sqrt(len(weights)))))
         labels = fcluster(tree, few, "maxclust") - 1
     place = np.empty(len(leaves), dtype=int)

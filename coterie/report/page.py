@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,10 @@ def report(paths: Sequence[Path]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.j2").render(plotly=get_plotlyjs(), **contents(paths))
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a run that diverged is shown too
+        shown = contents(paths)
+    return environment.get_template("page.html.j2").render(plotly=get_plotlyjs(), **shown)
 
 
 def contents(paths: Sequence[Path]) -> dict[str, Any]:
@@ -204,7 +209,16 @@ def _script_json(value: Any) -> Any:
     """JSON that cannot end the script element it stands in."""
     from markupsafe import Markup
 
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return Markup(text)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what is not a number of JSON."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
