@@ -23,6 +23,7 @@ from coterie.runtime import keys
 
 OPERATOR_HEADER = "coterie-operator"
 SIGNATURE_WINDOW = 400.0  # seconds; Flower takes a signature for 305
+MOST_BYTES = 1 << 30  # of one request of a node
 HOLD_NODE, HOLD_SERVER = 10.0, 0.5  # seconds that a question for news may be kept waiting
 GATHER = 0.01  # seconds after a ring, in which more may come
 TASK_TOKEN = b"flwr-task-token"
@@ -95,6 +96,9 @@ class Gate:
         """Status and reason, None for what may pass."""
         path, headers = scope["path"], dict(scope["headers"])
         if path.startswith("/v1/fleet/"):
+            length = headers.get(b"content-length", b"")
+            if not length.isdigit() or int(length) > MOST_BYTES:
+                return 413, f"a request has a length, and at most {MOST_BYTES} bytes"
             if self.ready is not None and not self.ready.is_set():
                 return 503, "the keys of the nodes are being registered"
             signature = headers.get(b"flwr-signature")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,14 @@ except coterie.CoterieError as problem:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "pip install coterie[flower]" in done.stdout
+
+
+def test_the_page_on_security_has_every_method_and_what_it_sends():
+    from coterie.algorithms import all_algorithms, make
+
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    for name in all_algorithms():
+        lines = [line for line in text.splitlines() if f"`{name}`" in line and line.startswith("|")]
+        assert lines, f"docs/security.md does not say what {name} sends"
+        for phase, (_, up) in make(name).traffic(10).items():
+            assert not up or f"`{phase}`" in lines[0], f"docs/security.md: {name} sends {phase}"

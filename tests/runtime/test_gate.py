@@ -12,7 +12,8 @@ from coterie.runtime import flower_link
 from coterie.runtime.flower_link import Bell, Gate
 
 
-def scope(path, client="10.1.2.3", **headers):
+def scope(path, client="10.1.2.3", content_length="10", **headers):
+    headers |= {"content_length": content_length} if content_length else {}
     pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http", "path": path, "headers": pairs, "client": (client, 5) if client else None}
 
@@ -42,6 +43,12 @@ def test_old_signatures_are_forgotten(gate, monkeypatch):
         monkeypatch.setattr(flower_link.time, "monotonic", lambda k=k: now + 60.0 * k)
         gate.refusal(scope("/v1/fleet/push-messages", flwr_signature=str(k)))
     assert len(gate.seen) < 10
+
+
+@pytest.mark.parametrize("length", ["", "-1", "many", str(1 << 31)])
+def test_a_request_without_end_is_refused(gate, length):
+    gate.ready.set()
+    assert gate.refusal(scope("/v1/fleet/push-object", content_length=length))[0] == 413
 
 
 @pytest.mark.parametrize(
