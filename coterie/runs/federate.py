@@ -252,7 +252,7 @@ def serve_node(
         site = Site(source, state, client)
         site.check()
         authority = None if insecure else folder / "ca.crt"
-        Link(address, folder / "node.key", authority, state, log).serve(site.answer)
+        Link(address, folder / "node.key", authority, log).serve(site.answer)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from coterie.data import bundled
 from coterie.data.federated import Roles
 from coterie.runs import federate
 from coterie.runs.federate import FederationFolder, command
+from coterie.runtime.flower_link import die_with_parent
 
 STOPS_WITHIN = 10.0
 
@@ -55,10 +56,15 @@ def start(opened: FederationFolder, algorithm: Algorithm, rounds: int, **more: A
 def process(
     words: list[str], log: Path, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to a file and does not outlive the block, nor does Ctrl-C reach it."""
+    """A process that writes to a file and does not outlive the block or this process; Ctrl-C does not reach it."""
     with open(log, "ab") as stream:
         running = subprocess.Popen(
-            words, stdout=stream, stderr=stream, start_new_session=True, env=environment
+            words,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            env=environment,
         )
     try:
         yield running

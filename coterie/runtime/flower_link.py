@@ -150,7 +150,7 @@ def serve(
         superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     except ImportError as problem:
         raise missing(problem) from None
-    superlink.get_popen_detach_kwargs = lambda: {"start_new_session": True, "preexec_fn": _die_with_parent}
+    superlink.get_popen_detach_kwargs = lambda: {"start_new_session": True, "preexec_fn": die_with_parent}
     config = dataclasses.replace(superlink._parse_superlink_lifespan_config(), enable_supernode_auth=True)
     app = create_app(config, superlink.SuperLinkLifespan)
     app.add_middleware(Gate, token=token, ready=ready)
@@ -167,8 +167,8 @@ def serve(
     )
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end this process when the server is gone; by itself Flower's would try to reach it for ever."""
+def die_with_parent() -> None:
+    """In a new process: let the kernel end it with its parent. By itself Flower's would try to reach it for ever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 

@@ -37,7 +37,6 @@ class Link:
     address: str
     key: Path
     authority: Path | None  # None: without TLS
-    state: Path
     log: Callable[[str], None]
 
     def serve(self, answer: Callable[[bytes], bytes]) -> None:
@@ -80,7 +79,7 @@ class Link:
             interceptors=[version, NodeAuthHttpInterceptor(private, public)],
         )
         with client:
-            fleet = Fleet(client, _public(public), self.state / NODE_ID)
+            fleet = Fleet(client, _public(public), self.key.parent / NODE_ID)
             fleet.activate()
             stop = threading.Event()
             heart = threading.Thread(target=fleet.beat, args=(stop,), daemon=True)
@@ -124,14 +123,16 @@ class Fleet:
                 if not self.remembered.exists():
                     raise
                 before = int(self.remembered.read_text())
-                self.client.DeactivateNode(DeactivateNodeRequest(node_id=before))
+                with contextlib.suppress(httpx.HTTPStatusError):
+                    self.client.DeactivateNode(DeactivateNodeRequest(node_id=before))
                 response = self.client.ActivateNode(request)
         except httpx.HTTPStatusError as problem:
             if problem.response.status_code in (502, 503, 504):
                 raise
             raise Refused(
                 f"the server refuses this node's key ({_reason(problem)}). Is it registered? The server's operator "
-                "does that with `coterie federate server`, which reads nodes/*/node.pub."
+                "does that with `coterie federate server`, which reads nodes/*/node.pub. If it is, a node that was "
+                "killed may still be signed in; try again in half a minute."
             ) from None
         self.node = Node(node_id=response.node_id)
         self.remembered.write_text(str(response.node_id))

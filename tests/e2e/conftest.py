@@ -174,6 +174,15 @@ class Live:
         return {(t, name) for t, name, _ in self.result(job)["left_out"]}
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A whole federation is started only when asked for."""
+    if "e2e" in config.option.markexpr:
+        return
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            item.add_marker(pytest.mark.skip(reason="starts a federation: run with `make e2e`"))
+
+
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     pytest.importorskip("flwr", reason="a federation needs the extra 'flower'")

@@ -148,7 +148,7 @@ ROGUE = """
                 12: wire.encode({**header, "nonce": "another"}, tensors),
                 13: wire.encode({**header, "at": [1, 77]}, tensors),
                 14: site.answer(wire.encode({**asked, "phase": "os.system", "nonce": "x"}, {}))}[count]
-    Link(address, folder / "node.key", folder / "ca.crt", state, print).serve(lie)
+    Link(address, folder / "node.key", folder / "ca.crt", print).serve(lie)
 """
 
 

@@ -129,7 +129,7 @@ class TestRequests:
         from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
         from flwr.proto.node_pb2 import Node
 
-        number = int((live.folder.path / "nodes" / of / "state" / "node-id").read_text())
+        number = int((live.folder.path / "nodes" / of / "node-id").read_text())
         return SendNodeHeartbeatRequest(node=Node(node_id=number), heartbeat_interval=30).SerializeToString()
 
     def post(self, http: httpx.Client, path: str, body: bytes, headers: dict[str, str]) -> int:
