@@ -21,7 +21,7 @@ from coterie.theory.cluster_quality import cluster_quality
 class Ifca(Algorithm):
     """Iterative federated clustering (Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, arXiv:2006.04088).
 
-    client i:  k(i) = argmin_k f_i(theta_k) on all its rows
+    client i:  k(i) = argmin_k f_i(theta_k) on all its rows (judge="batch": all theta_k on one minibatch)
     average="gradient":  theta_k <- theta_k - (lr/N) sum_{k(i)=k} g_i(theta_k), N the clients that answered
         (divide="all", the original's) or those in k (divide="cluster")
     average="model":  theta_k <- mean of the models of k(i)=k after `steps` SGD steps; an unused model stays
@@ -38,6 +38,7 @@ class Ifca(Algorithm):
     restarts: int = setting(1, "sets of starting models", low=1)
     trial: int = setting(10, "rounds after which the best set goes on", low=1)
     spread: float = setting(0.1, "standard deviation of what is added to each starting model", low=0)
+    judge: str = setting("all", "rows on which models are compared in training", options=("all", "batch"))
     participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
@@ -68,12 +69,12 @@ class Ifca(Algorithm):
         return State(models=best, labels=labels, tried=s.tried + 1)
 
     def train(self, client: Client, models: Tensor) -> dict[str, Tensor]:
-        x, choice, _ = self._chosen(client, models)
+        x, choice, _ = self._chosen(client, models, self.judge)
         return {"update": self._update(client, x), "choice": choice}
 
     def explore(self, client: Client, models: Tensor) -> dict[str, Tensor]:
         """One answer for each set of models."""
-        chosen = [self._chosen(client, models[..., k, :, :]) for k in range(self.restarts)]
+        chosen = [self._chosen(client, models[..., k, :, :], self.judge) for k in range(self.restarts)]
         return {
             "update": torch.stack([self._update(client, x) for x, _, _ in chosen], -2),
             "choice": torch.cat([choice for _, choice, _ in chosen], -1),
@@ -99,9 +100,13 @@ class Ifca(Algorithm):
         seed = int(randomness.key(fed.seed, "ifca start", k)) & 0x7FFFFFFF
         return fed.model.initial(seed, fed.dtype, fed.device)
 
-    def _chosen(self, client: Client, models: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _chosen(self, client: Client, models: Tensor, judge: str = "all") -> tuple[Tensor, Tensor, Tensor]:
         """The model that fits best, its number and its loss."""
-        losses = torch.cat([client.loss(models[..., k, :]) for k in range(models.shape[-2])], -1)
+        each = range(models.shape[-2])
+        if judge == "batch":
+            losses = torch.cat([client.batch_loss(models[..., k, :], again=k > 0) for k in each], -1)
+        else:
+            losses = torch.cat([client.loss(models[..., k, :]) for k in each], -1)
         loss, choice = losses.min(-1, keepdim=True)
         place = choice.unsqueeze(-1).expand(*models.shape[:-2], 1, models.shape[-1])
         return models.gather(-2, place).squeeze(-2), choice.to(losses.dtype), loss

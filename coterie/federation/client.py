@@ -105,6 +105,15 @@ class Client:
         batch = rows.minibatch(self._at, keys, self._batch)
         return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
 
+    def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
+        """Loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""
+        rows = self._shard.train
+        if self._batch == 0 or rows.largest <= self._batch:
+            return self.loss(x)
+        self._step += not again
+        batch = rows.minibatch(self._at, randomness.fold(self.keys, self._step), self._batch)
+        return self._shard.model.loss(x, batch.x, batch.y, self._reduced(batch.weight, rows))
+
     def full_grad(self, x: Tensor) -> Tensor:
         """Gradient at x on all training rows."""
         statistics = self._shard.statistics(self._at)

@@ -18,11 +18,12 @@ from coterie.runs.history import History
 
 @dataclass
 class Best:
-    """The round with the lowest validation loss so far, and its deployed models."""
+    """The round with the lowest validation loss so far, its deployed models and the server's state then."""
 
     round: int = -1
     loss: float = float("inf")
     personal: Tensor | None = None
+    state: State | None = None
 
 
 @dataclass
@@ -47,10 +48,13 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
     tensors["begun"] = fed.begun
     if progress.best.personal is not None:
         tensors["best.personal"] = progress.best.personal
+    then = State() if progress.best.state is None else progress.best.state
+    tensors |= {f"best.state.{name}": value for name, value in then.tensors().items()}
     note = {
         "round": progress.round,
         "lost_rounds": progress.lost_rounds,
-        "numbers": {k: v for k, v in progress.state.fields().items() if not isinstance(v, Tensor)},
+        "numbers": _numbers(progress.state),
+        "best_numbers": _numbers(then),
         "history": progress.history.index(),
         "ledger": [[*entry, *counts] for entry, counts in fed.ledger.entries.items()],
         "left_out": fed.left_out,
@@ -88,7 +92,8 @@ def load(folder: Path, fed: Federation) -> Progress | None:
         fed.ledger.entries[Entry(*row[:4])] = list(row[4:])
     best = Best()
     if note["best"][0] >= 0:
-        best = Best(note["best"][0], note["best"][1], tensors.get("best.personal"))
+        then = State(**_under("best.state.", tensors), **note["best_numbers"])
+        best = Best(note["best"][0], note["best"][1], tensors.get("best.personal"), then)
     history_tensors = {name: value.cpu() for name, value in tensors.items() if name.startswith("history.")}
     return Progress(
         note["round"],
@@ -97,6 +102,11 @@ def load(folder: Path, fed: Federation) -> Progress | None:
         best,
         note["lost_rounds"],
     )
+
+
+def _numbers(state: State) -> dict[str, Any]:
+    """The fields of a state that are not tensors."""
+    return {name: value for name, value in state.fields().items() if not isinstance(value, Tensor)}
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -214,13 +214,14 @@ def _finish(
         _score(fed, algorithm, progress, plan)
     chosen = progress.best.personal if plan["select"] == "best" else None
     deployed_round = progress.best.round if chosen is not None else t
+    state = progress.state if chosen is None or progress.best.state is None else progress.best.state
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
     progress.history.add(deployed_round, "train", fed.score(personal, "train"))
     run = Run(
         fed=fed,
         algorithm=algorithm,
         personal=personal.cpu(),
-        state=progress.state,
+        state=state,
         history=progress.history,
         rounds=plan["rounds"],
         deployed_round=deployed_round,
@@ -252,7 +253,7 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
     progress.history.add(t, "validation", values)
     loss = mean_over_clients(values["loss"])
     if plan["select"] == "best" and loss < progress.best.loss:
-        progress.best = Best(t, loss, fed.personal(algorithm, progress.state))
+        progress.best = Best(t, loss, fed.personal(algorithm, progress.state), progress.state)
 
 
 class _Clock:

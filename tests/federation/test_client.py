@@ -41,6 +41,35 @@ def test_same_rows_again_and_curvature_of_a_row(loop, reduction):
 
 
 @dataclass(frozen=True)
+class Slopes(Algorithm):
+    """Losses on minibatches, and their differences in the direction of the gradient (2022)."""
+
+    def start(self, fed):
+        return State()
+
+    def look(self, client):
+        x, step = client.initial_model() + 1, 1e-5
+        slope = client.grad(x)
+        ahead = client.batch_loss(x + step * slope, again=True)
+        behind = client.batch_loss(x - step * slope, again=True)
+        return {
+            "steepness": (ahead - behind) / (2 * step) - (slope * slope).sum(-1, keepdim=True),
+            "fresh": client.batch_loss(x) - client.batch_loss(x),
+            "whole": client.batch_loss(x) - client.loss(x),
+        }
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_of_a_batch_belongs_to_its_gradient(loop, reduction):
+    fed = Federation.from_arrays(XS, YS, models.logistic(l2=0.1, reduction=reduction), loop=loop)
+    replies = fed.map(Slopes(batch=2).look)
+    assert replies["steepness"].abs().max() < 1e-7
+    assert replies["fresh"][2] != 0 and replies["whole"][2] != 0
+    assert fed.map(Slopes(batch=0).look)["whole"].abs().max() == 0
+
+
+@dataclass(frozen=True)
 class Begins(Algorithm):
     """Keeps a gradient from the start (2022)."""
 

@@ -42,6 +42,14 @@ def test_best_round_is_the_one_with_the_lowest_validation_loss():
     assert torch.equal(short.personal, run.personal)
 
 
+def test_state_and_common_model_are_those_of_the_deployed_round():
+    fed, method = federation((12, 12, 12), split=SPLIT), make("fedavg", lr=0.5, steps=20, batch=0)
+    run = fit(fed, method, rounds=40, evaluate_every=1, select="best")
+    assert run.deployed_round < 40
+    assert torch.equal(run.state.x, fit(fed, method, rounds=run.deployed_round).state.x)
+    assert torch.equal(run.common(), run.personal[0])
+
+
 def test_fit_leaves_the_federation_as_it_was_and_repeats_itself():
     fed = federation()
     one, two = fit(fed, make("ditto"), rounds=3), fit(fed, make("ditto"), rounds=3)
