@@ -96,8 +96,10 @@ def adapt(
 
 
 def report_beside(folder: Path) -> None:
-    """Write report.html into a folder that is complete, where plotly and jinja2 are installed."""
-    if all(importlib.util.find_spec(name) for name in ("plotly", "jinja2", "polars")):
+    """Write report.html into a folder that has none, where plotly and jinja2 are installed."""
+    if not (folder / "report.html").exists() and all(
+        importlib.util.find_spec(name) for name in ("plotly", "jinja2", "polars")
+    ):
         from coterie.report.page import write_report
 
         try:

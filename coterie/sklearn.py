@@ -34,7 +34,7 @@ class _Personalized(BaseEstimator):
 
     def __init__(
         self,
-        algorithm: str | Algorithm = "ditto",
+        algorithm: str | Algorithm = "auto",
         *,
         settings: Mapping[str, Any] | None = None,
         rounds: int = 100,
@@ -82,7 +82,7 @@ class _Personalized(BaseEstimator):
         )
         run = coterie.fit(
             fed,
-            self._method(),
+            self._method(fed),
             self.rounds,
             select="best" if fed.has_rows("validation") else "last",
             score_test=False,
@@ -93,12 +93,14 @@ class _Personalized(BaseEstimator):
         self.n_iter_ = run.rounds
         return self
 
-    def _method(self) -> str | Algorithm:
-        """An algorithm as it is, or by name with its settings ('auto' has none)."""
+    def _method(self, fed: coterie.Federation) -> str | Algorithm:
+        """An algorithm as it is, or by name with its settings; one group alone leaves 'auto' nothing to choose."""
         if isinstance(self.algorithm, Algorithm):
             return self.algorithm.replace(**(self.settings or {}))
         if self.algorithm == "auto":
-            return self.algorithm
+            if self.settings:
+                raise ValueError("settings belong to a named algorithm; 'auto' chooses its own")
+            return "auto" if fed.n > 1 else "local"
         return make(self.algorithm, **(self.settings or {}))
 
     def _encode(self, y: np.ndarray) -> tuple[np.ndarray, str]:
@@ -137,9 +139,10 @@ class _Personalized(BaseEstimator):
 class PersonalizedClassifier(ClassifierMixin, _Personalized):
     """A classifier for each group of rows, learned together by a federated method.
 
-    `algorithm` is a name as in `coterie algorithms` or an Algorithm, `settings` its hyperparameters, `model` one of
-    `coterie.models` (by default logistic or softmax regression with ridge `l2` and an intercept), `clusters` the known
-    cluster of every group. Columns are standardised; encode categories before, in a pipeline.
+    `algorithm` is "auto" (a race on validation rows), a name as in `coterie algorithms` or an Algorithm, `settings` its
+    hyperparameters, `model` one of `coterie.models` (by default logistic or softmax regression with ridge `l2` and an
+    intercept), `clusters` the known cluster of every group. Columns are standardised; encode categories before, in a
+    pipeline.
 
     After `fit`: `groups_`, `classes_`, `run_` (the Run, not pickled), `coef_all_` [groups + 1, d], the last row the
     common model.

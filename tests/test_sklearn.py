@@ -79,6 +79,15 @@ def test_the_same_as_the_library(flipped: tuple[np.ndarray, ...]) -> None:
     assert model.score(X, target, groups=groups) == pytest.approx(1.0)
 
 
+def test_auto_is_the_default(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    model = PersonalizedClassifier(rounds=20).fit(X, y, groups=groups)
+    assert model.algorithm == "auto" and model.score(X, y, groups=groups) > 0.9
+    assert PersonalizedClassifier(rounds=20).fit(X, y).run_.algorithm.name == "local"
+    with pytest.raises(ValueError, match="settings belong"):
+        PersonalizedClassifier(settings={"lr": 0.1}).fit(X, y, groups=groups)
+
+
 def test_parameters_and_clones(flipped: tuple[np.ndarray, ...]) -> None:
     X, y, groups = flipped
     method = coterie.algorithms.find("ditto")(lam=0.2)

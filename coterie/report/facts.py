@@ -113,6 +113,12 @@ class RunFacts:
         before = [sum(both) for when, both in self.megabytes.items() if when <= t]
         return before[-1] if before else 0.0
 
+    @functools.cached_property
+    def why(self) -> list[str]:
+        """Why `auto` chose this method; empty where a person did."""
+        path = self.folder / "choice.json"
+        return list(files.read_json(path)["why"]) if path.exists() else []
+
     def validation_loss(self) -> float:
         values = self.per_client("validation", "loss").get(self.deployed_round)
         return float("inf") if values is None else float(np.nanmean(values))

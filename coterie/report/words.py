@@ -62,6 +62,7 @@ def summary(
         *_gain(main, scores, alone),
         *_clients(main, scores),
         _price(main),
+        *_trouble(main),
         *_others(runs, main),
     ]
 
@@ -150,6 +151,20 @@ def _price(run: RunFacts) -> str:
     each = traffic / max(1, len(run.names))
     moved = f"{size(traffic)} over the network ({size(each)} per client)"
     return f"It took {rounds} and {_seconds(run)}, and moved {moved}."
+
+
+def _trouble(run: RunFacts) -> list[str]:
+    """Answers that could not be used, and rounds in which nobody answered."""
+    texts = []
+    left_out, lost = len(run.result["left_out"]), int(run.result["lost_rounds"])
+    if left_out:
+        texts.append(
+            f"{count(left_out, 'answer')} of clients could not be used because they were not finite numbers; a smaller "
+            "step size may help."
+        )
+    if lost:
+        texts.append(f"{count(lost, 'round')} of {run.result['rounds']:,} were lost because nobody answered.")
+    return texts
 
 
 def _seconds(run: RunFacts) -> str:

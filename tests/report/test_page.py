@@ -104,6 +104,22 @@ def test_regression_is_in_the_units_of_the_target(tmp_path: Path) -> None:
     assert "<html" in report([tmp_path / "ditto"])
 
 
+def test_why_auto_chose_is_told(tmp_path: Path) -> None:
+    fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
+    coterie.fit(fed, "auto", rounds=9, out=tmp_path / "run")
+    why = json.loads((tmp_path / "run" / "choice.json").read_text())["why"]
+    shown = contents([tmp_path / "run"])
+    assert shown["main"].why == why and why
+    assert "Why this method" in report([tmp_path / "run"])
+
+
+def test_trouble_is_in_the_summary(tmp_path: Path) -> None:
+    fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
+    coterie.fit(fed, coterie.algorithms.find("local")(lr=1e200), rounds=5, out=tmp_path / "run")
+    page = report([tmp_path / "run"])
+    assert "not finite numbers" in page and "NaN" not in str(embedded(page)["runs"])
+
+
 def test_runs_of_other_clients_do_not_share_a_page(comparison: Path, twelve: Path) -> None:
     with pytest.raises(RunError, match="one by one"):
         contents([comparison, twelve / "cobo"])
