@@ -1,7 +1,7 @@
 """Models for clients that were not in training, from what the others left behind; nobody else trains again.
 
 A method may say itself how (`adapt(fed, state, personal, rounds) -> models [k, d]`, `fed` holding the newcomers only).
-Otherwise the server's last state decides:
+Otherwise the server's state when models were deployed decides:
 
 - weights between clients (CoBo): the newcomer finds its own by the alignment of gradients;
 - a model per cluster (IFCA, threshold clustering, oracle, hierarchical): the nearest cluster, by training loss;
@@ -111,7 +111,7 @@ def adapt(folder: str | Path, table: Any, client: str | None = None, model: Mode
 
 
 def save_state(folder: Path, state: State) -> None:
-    """The server's last state, from which newcomers start."""
+    """The server's state when models were deployed, from which newcomers start."""
     numbers = {name: value for name, value in state.fields().items() if not isinstance(value, Tensor)}
     files.write_tensors(folder / "models" / "state.safetensors", state.tensors(), numbers)
 
