@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie import __version__, cli_models
+from coterie import __version__, cli_models, cli_search
 from coterie.cli_arguments import (
     ClientOption,
     ClusterOption,
@@ -49,6 +49,7 @@ data_app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(federate_app, name="federate")
 cli_models.register(app)
+cli_search.register(app)
 
 
 def _version(asked: bool) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from coterie.runs.adapt import Adapted
     from coterie.runs.compare import Comparison
     from coterie.runs.run import Run
+    from coterie.runs.search import Search
 
 LEGEND = "improved, harmed and gain are against local; bold is what validation chose"
 
@@ -204,6 +205,26 @@ def adapted_table(found: Adapted) -> Table:
     for name, values in found.scores.items():
         columns.append((name, ["no rows" if math.isnan(value) else show(value) for value in values]))
     return _numbers(title, ("client", found.names), [*columns, ("how", found.how)])
+
+
+def search_table(found: Search, most: int = 10) -> Table:
+    """The best trials of a search."""
+    names = list(found.trials[0]["settings"])
+    rows = [
+        [
+            str(trial["number"]),
+            "" if trial["validation_loss"] is None else f"{trial['validation_loss']:.4f}",
+            trial["state"],
+            *(_setting(trial["settings"].get(name)) for name in names),
+        ]
+        for trial in found.trials[:most]
+    ]
+    title = _some(f"{found.algorithm.name}: mean validation loss over clients", found.trials, most)
+    return _words(title, ["trial", "validation loss", "", *names], rows)
+
+
+def _setting(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def prediction_notes(predictions: polars.DataFrame, client: str) -> list[str]:
