@@ -266,11 +266,18 @@
 
   /* On paper: light colours, all charts, many rows. */
   let before = null;
+  let opened = [];
   window.addEventListener("beforeprint", () => {
     before = root.dataset.theme;
+    opened = [...document.querySelectorAll("details.repeat:not([open])")];
+    for (const one of opened) one.open = true;
     setTheme("light");
     render(true);
     for (const place of charts) if (place.clientWidth) draw(place);
   });
-  window.addEventListener("afterprint", () => { setTheme(before); render(); });
+  window.addEventListener("afterprint", () => {
+    for (const one of opened) one.open = false;
+    setTheme(before);
+    render();
+  });
 })();
