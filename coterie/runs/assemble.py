@@ -75,7 +75,10 @@ def survey(
             f"none of {len(nodes)} nodes answered within {patience:g} s. Start them with `coterie federate node`, and "
             "look at what they print."
         )
-    clients = {name: told[name]["clients"] if name in told else list(nodes[name]) for name in sorted(nodes)}
+    clients = {
+        name: told[name]["clients"] if name in told else list(federated.in_order(nodes[name]))
+        for name in sorted(nodes)
+    }
     names = federated.client_order(clients)
     number = {name: k for k, name in enumerate(names)}
     ids = {node: [number[name] for name in mine] for node, mine in clients.items()}
@@ -110,10 +113,11 @@ def connect(desk: Desk, assembly: Assembly, algorithm: Algorithm, dropout: float
     places = []
     for name, mine in assembly.nodes.items():
         ids = torch.tensor(mine, dtype=torch.long)
-        places.append(Place(name, ids, None if clusters is None else clusters[ids]))
+        own = [assembly.names[k] for k in mine]
+        places.append(Place(name, ids, own, None if clusters is None else clusters[ids]))
     remote = Remote(desk, places, setup, n)
     rows = {split: torch.zeros(n, dtype=torch.long) for split in ("train", "validation", "test")}
-    for ids, counts in remote.open(assembly.nodes.keys()):
+    for ids, counts in remote.open(assembly.nodes.keys(), max(desk.deadline, PATIENCE)):
         for split, count in counts.items():
             rows[split][ids] = count
     if not any(place.here for place in remote.places):

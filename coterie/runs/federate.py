@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -248,11 +249,17 @@ def serve_node(
     if insecure:
         require_loopback(host)
     state = keys.private_folder((folder / "state" if state is None else state).absolute())
+    signal.signal(signal.SIGTERM, _leave)
     with only_one(state):
         site = Site(source, state, client)
         site.check()
         authority = None if insecure else folder / "ca.crt"
         Link(address, folder / "node.key", authority, log).serve(site.answer)
+
+
+def _leave(*signal_and_frame: object) -> None:
+    """Sign out before the process ends."""
+    raise SystemExit(0)
 
 
 @contextmanager
@@ -297,6 +304,11 @@ def start(
 
 def submit(folder: FederationFolder, jobs: Sequence[Path], insecure: bool = False) -> None:
     """Start jobs, or go on with them."""
+    for job in jobs:
+        told = progress(job)
+        if told.get("state") in ("gathering", "running") and _is_alive(told["pid"]):
+            attach = f"coterie federate attach {folder.path} --run {job.name}"
+            raise RunError(f"the run {job.name} is going on. Follow it: {attach}")
     operator = folder.operator(insecure)
     operator.register(folder.public_keys)
     for job in jobs:

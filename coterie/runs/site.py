@@ -100,7 +100,10 @@ class Site:
         folder = self._folder(run)
         settings = {name: header[name] for name in ("run", "roles", "seed", "split", "setup")}
         files.write_tensors(folder / SETUP, tensors, settings)
-        opened = self.runs[run] = OpenRun(self, folder)
+        opened = OpenRun(self, folder)
+        if opened.names != header["clients"]:
+            raise DataError(f"{self.source} has other clients than the federation has for this node")
+        self.runs[run] = opened
         return {}, {f"rows.{split}": rows.size for split, rows in opened.shard.splits.items()}
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:

@@ -119,7 +119,7 @@ def public_bytes(path: Path) -> bytes:
 def _new_key() -> EllipticCurvePrivateKey:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    return ec.generate_private_key(ec.SECP384R1())
+    return ec.generate_private_key(ec.SECP256R1())
 
 
 def _subject(name: str) -> Any:
@@ -166,7 +166,7 @@ def _certificate(
         )
         server = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
         builder = builder.add_extension(server, critical=False)
-    return builder.sign(signer, hashes.SHA384())
+    return builder.sign(signer, hashes.SHA256())
 
 
 def _usage(authority: bool) -> Any:

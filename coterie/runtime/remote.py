@@ -33,6 +33,7 @@ class Place:
 
     name: str
     ids: Tensor
+    clients: list[str]  # their names, in the order of `ids`, which is the node's own
     clusters: Tensor | None = None
     known: bool = False  # whether the sizes of its clients are known
     here: bool = False
@@ -143,7 +144,7 @@ class Remote:
         for place, (t, call) in zip(self.places, tensors["stamps"].tolist(), strict=True):
             place.stamp = place.floor = (t, call) if t >= 0 else None
 
-    def open(self, names: Collection[str]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    def open(self, names: Collection[str], deadline: float) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Get nodes ready for the run; ids and numbers of rows of those whose sizes were not known."""
         letters = {}
         for place in self.places:
@@ -151,9 +152,9 @@ class Remote:
                 tensors = {"ids": place.ids}
                 if place.clusters is not None:
                     tensors["clusters"] = place.clusters
-                letters[place.name] = (self.setup.header(), tensors)
+                letters[place.name] = ({**self.setup.header(), "clients": place.clients}, tensors)
         found = []
-        for name, reply in self.desk.ask(letters, max(self.desk.deadline, PATIENCE)).items():
+        for name, reply in self.desk.ask(letters, deadline).items():
             place = self._named(name)
             if isinstance(reply, wire.WireError):
                 self._lose(place, reply)
@@ -184,7 +185,7 @@ class Remote:
                 back.append(place)
         if back:
             self.desk.note(f"{', '.join(place.name for place in back)} is back")
-        found = self.open([place.name for place in back]) if back else []
+        found = self.open([place.name for place in back], self.desk.deadline) if back else []
         self._greet([place for place in away if not place.here])
         return found
 
@@ -204,8 +205,7 @@ class Remote:
 
     def _is_who(self, place: Place, header: dict[str, Any]) -> bool:
         told = header.get("told")
-        clients = told.get("clients") if isinstance(told, dict) else None
-        if isinstance(clients, list) and len(clients) == len(place.ids):
+        if isinstance(told, dict) and told.get("clients") == place.clients:
             return True
         self.desk.note(f"{place.name} came with other clients than the federation has for it; left out")
         return False
@@ -322,6 +322,8 @@ class Remote:
         nth = None if visits.nth is None else visits.nth[came]
         unpacked = messages.unpack(self.setup.seed, call, asked[came], nth, named, parcels)
         mask = torch.cat([reply.mask() for reply in good.values()])[order] & usable(named, int(came.sum()))
+        if not mask.all():
+            self._note_wild(call.phase, came, mask, mine, good)
         everyone = bool(came.all()) and not why
         return Answer(
             named,
@@ -331,6 +333,16 @@ class Remote:
             why,
             gone,
         )
+
+    def _note_wild(
+        self, phase: str, came: Tensor, mask: Tensor, mine: dict[str, Tensor], good: dict[str, Reply]
+    ) -> None:
+        fine = came.clone()
+        fine[came] = mask
+        for name in good:
+            count = int((~fine[mine[name]]).sum())
+            if count:
+                self.desk.note(f"{name}: numbers of {count} client(s) in {phase} are not finite or too large")
 
     def _filled(self, answer: Answer, count: int) -> dict[str, Tensor]:
         """Metrics with a row for everybody: NaN where there is no answer."""

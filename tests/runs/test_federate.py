@@ -99,6 +99,15 @@ def test_a_run_that_vanished_is_told_apart_from_one_that_waits(folder, tmp_path)
         federate.follow(tmp_path / "never", lambda told: None, limit=0.1)
 
 
+def test_a_run_that_is_going_on_is_not_started_twice(folder):
+    job = folder.path / "jobs" / "busy"
+    told = {"state": "running", "pid": os.getpid(), "round": 3, "rounds": 9}
+    files.write_json(job / "progress.json", told)
+    with pytest.raises(RunError, match="is going on"):
+        federate.submit(folder, [job])
+    assert federate.progress(job) == told
+
+
 def test_coterie_needs_flower_only_for_federations():
     script = """
 import sys
