@@ -52,7 +52,8 @@ class RunFacts:
 
     @property
     def alone(self) -> bool:
-        return self.algorithm == "local"
+        """Trained without anybody, as a yardstick (and not because `auto` found that best)."""
+        return self.algorithm == "local" and not self.label.startswith("auto")
 
     @property
     def deployed_round(self) -> int:
@@ -199,7 +200,7 @@ def _comparison(path: Path) -> list[RunFacts]:
         mine = means.filter(pl.col("algorithm") == row["algorithm"])
         known = dict(zip(mine["client"], mine[metric], strict=True))
         values = np.array([known.get(name, np.nan) for name in run.names])
-        runs.append(replace(run, scores=values, split="test", seeds=seeds))
+        runs.append(replace(run, label=row["algorithm"], scores=values, split="test", seeds=seeds))
     return runs
 
 

@@ -72,10 +72,11 @@ def _setting(run: RunFacts) -> str:
     rows = run.rows("train")
     held = "" if rows is None else f" with {rows.sum():,} training rows between them"
     target = f" to predict “{run.data['target']}”" if "target" in run.data else ""
+    chosen = ", which auto chose" if run.label.startswith("auto") else ""
     if run.alone:
         return f"{count(n, 'client')}{held} each learned{target} from their own rows only; nothing was sent."
     return (
-        f"{count(n, 'client')}{held} learned{target} together by the method “{run.algorithm}”. "
+        f"{count(n, 'client')}{held} learned{target} together by the method “{run.algorithm}”{chosen}. "
         "No row left its client: only numbers of models were exchanged."
     )
 

@@ -113,6 +113,22 @@ def test_why_auto_chose_is_told(tmp_path: Path) -> None:
     assert "Why this method" in report([tmp_path / "run"])
 
 
+def test_auto_in_a_comparison_keeps_its_name(tmp_path: Path) -> None:
+    coterie.compare(
+        "heart_disease",
+        "hospital",
+        "sick",
+        algorithms=["auto"],
+        seeds=1,
+        rounds=4,
+        budget=1,
+        out=tmp_path / "c",
+    )
+    shown = contents([tmp_path / "c"])
+    assert [run.label for run in shown["runs"]] == ["local", "fedavg", "fine-tuned", "auto"]
+    assert sum(run.alone for run in shown["runs"]) == 1
+
+
 def test_trouble_is_in_the_summary(tmp_path: Path) -> None:
     fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
     coterie.fit(fed, coterie.algorithms.find("local")(lr=1e200), rounds=5, out=tmp_path / "run")
