@@ -20,6 +20,7 @@ from coterie.cli_arguments import (
     require_place,
     write_json,
 )
+from coterie.cli_models import report_beside
 from coterie.errors import SettingError
 from coterie.report import console
 
@@ -254,6 +255,8 @@ def _follow(folder: Path, job: Path, json: Path | None) -> None:
     summary = job / "summary.txt"
     if summary.exists():
         console.show(summary.read_text(encoding="utf-8").rstrip())
-    console.show(f"Run folder: {files.read_json(job / 'request.json')['out']}")
+    out = files.read_json(job / "request.json")["out"]
+    console.show(f"Run folder: {out}")
+    report_beside(Path(out))
     if json is not None:
         write_json(json, files.read_json(job / "summary.json"))

@@ -99,13 +99,18 @@ class Predictor:
         return cls(model, tensors["personal"], tensors["common"], clients, column, preprocessor)
 
     def __call__(self, table: Any) -> polars.DataFrame:
-        """The client column, `prediction`, class probabilities where there are classes, and `warning`."""
+        """The client column, `prediction`, class probabilities where there are classes, and `warning`.
+
+        Where there is one client only, as on its own node, a table without a client column is all its own.
+        """
         import polars
 
         from coterie.data import tables
         from coterie.data.column_types import labels
 
         frame = tables.read(table)
+        if self.client_column not in frame.columns and len(self.clients) == 1:
+            frame = frame.with_columns(polars.lit(self.clients[0]).alias(self.client_column))
         if self.client_column not in frame.columns:
             hint = nearest(self.client_column, frame.columns)
             raise DataError(f"{_name(table)}: there is no client column {self.client_column!r}.{hint}")

@@ -404,3 +404,22 @@ def test_a_message_is_answered_once(table, tmp_path):
     name, letter = mail.sent[0]
     answer, _ = wire.decode(mail.sites[name].answer(letter))
     assert "answered before" in answer["error"]
+
+
+def test_a_node_with_one_client_needs_no_client_column(table, tmp_path):
+    frame = polars.read_parquet(table)
+    sites = {}
+    for name in ("client a", "client b"):
+        rows = frame.filter(polars.col("who") == name).drop("who")
+        rows.write_parquet(tmp_path / f"{name}.parquet")
+        sites[name] = Site(tmp_path / f"{name}.parquet", tmp_path / name, name)
+    mail, algorithm = Mail(sites), make("ditto", lr=0.1)
+    there = fit(federation(mail, algorithm), algorithm, 3)
+    both = frame.filter(polars.col("who").is_in(["client a", "client b"]))
+    here = fit(load_table(both, "who", "y", cluster="group", drop=["note"]), algorithm, 3)
+    same(here, there, mail)
+    there.fed.runtime.finish(3, there.common())
+    predictions = Predictor.load(tmp_path / "client a" / RUN / "run")(tmp_path / "client a.parquet")
+    expected = here.predict(both.filter(polars.col("who") == "client a"))
+    assert predictions["who"].unique().to_list() == ["client a"]
+    assert (predictions["prediction"] - expected["prediction"]).abs().max() < 1e-12
