@@ -175,6 +175,9 @@ def fit(
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
     l2: L2Option = None,
+    track: Annotated[
+        str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
@@ -210,6 +213,7 @@ def fit(
             select=select,
             checkpoint_every=checkpoint_every,
             watch=_rounds(watch, algorithm),
+            track=track,
         )
     if run.choice is not None:
         console.show(run.choice.text())

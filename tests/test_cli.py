@@ -32,6 +32,7 @@ COMMANDS = (
     "compare",
     "fit",
     "plan",
+    "tune",
     "resume",
     "predict",
     "report",

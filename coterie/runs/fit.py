@@ -19,6 +19,7 @@ from coterie.runs.checkpoint import Best, Progress
 from coterie.runs.folder import RunFolder
 from coterie.runs.history import History, mean_over_clients
 from coterie.runs.run import Run
+from coterie.runs.track import Tracker, tracker
 
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 0.05  # at most this share of the time goes into checkpoints
@@ -37,18 +38,21 @@ def fit(
     score_test: bool = True,
     checkpoint_every: int | None = None,
     watch: Watch | None = None,
+    track: str | Tracker | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
     `out` makes a run folder that `resume` can go on from. `evaluate_every` rounds the validation rows (the
     training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
-    rows are scored once, at the end, or not at all (`score_test`). "auto" races the sensible methods on
-    validation rows (`coterie.choose`). `select="best"` deploys the models of the
-    scored round with the lowest mean validation loss instead of the last ones.
+    rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the
+    scored round with the lowest mean validation loss instead of the last ones. "auto" races the sensible methods
+    on validation rows (`coterie.choose`). `track` is "tensorboard", "mlflow" or a tracker of your own.
     """
     if algorithm == "auto":
         from coterie.runs.auto import fit_chosen
 
+        if track is not None:
+            raise SettingError("a race has many runs; fit the method it chose with track= instead")
         return fit_chosen(fed, rounds, out, score_test=score_test, watch=watch)
     algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
     if rounds < 0:
@@ -64,12 +68,36 @@ def fit(
     }
     if out is not None:
         RunFolder.require_free(Path(out))
+    follower = tracker(track, None if out is None else Path(out)) if isinstance(track, str) else track
     fed = fed.fresh()
     started = time.perf_counter()
     with _threads(fed, algorithm):
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        return _train(fed, algorithm, progress, plan, folder, watch, started)
+        if follower is None:
+            return _train(fed, algorithm, progress, plan, folder, watch, started)
+        follower.begin(fed, algorithm, plan)
+        follower.scored(fed, 0, progress.history)
+        run = _train(
+            fed, algorithm, progress, plan, folder, _followed(follower, fed, progress, watch), started
+        )
+        follower.end(run)
+        return run
+
+
+def _followed(follower: Tracker, fed: Federation, progress: Progress, watch: Watch | None) -> Watch:
+    """`watch`, and the tracker told of every round that was scored."""
+    known = len(progress.history.blocks)
+
+    def both(t: int, rounds: int) -> None:
+        nonlocal known
+        if len(progress.history.blocks) > known:
+            known = len(progress.history.blocks)
+            follower.scored(fed, t, progress.history)
+        if watch is not None:
+            watch(t, rounds)
+
+    return both
 
 
 def resume(
