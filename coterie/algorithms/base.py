@@ -40,27 +40,28 @@ class Algorithm:
     A method `begin(self, client, <state fields by name>)`, where present, is run once by every client
     before its first phase, whenever it joins.
 
-    A complete algorithm, gradient descent on the average loss:
+    Examples:
+        A complete algorithm, gradient descent on the average loss:
 
-    >>> import torch, coterie
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True)
-    ... class GradientDescent(Algorithm):
-    ...     '''x <- x - lr mean_i grad f_i(x) (Cauchy, 1847).'''
-    ...     lr: float = setting(0.1, "step size", above=0)
-    ...     def start(self, fed):
-    ...         return State(x=fed.initial_model())
-    ...     def round(self, fed, s, t):
-    ...         return State(x=s.x - self.lr * fed.map(self.slope, x=s.x).mean())
-    ...     def slope(self, client, x):
-    ...         return client.full_grad(x)
-    ...     def deploy(self, client, x):
-    ...         return x
-    >>> xs, ys = [torch.ones(3, 1), torch.ones(1, 1)], [torch.zeros(3), 4 * torch.ones(1)]
-    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
-    >>> run = coterie.fit(fed, GradientDescent(), rounds=200)
-    >>> [round(value, 3) for value in run.personal.squeeze().tolist()]
-    [1.0, 1.0]
+        >>> import torch, coterie
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class GradientDescent(Algorithm):
+        ...     '''x <- x - lr mean_i grad f_i(x) (Cauchy, 1847).'''
+        ...     lr: float = setting(0.1, "step size", above=0)
+        ...     def start(self, fed):
+        ...         return State(x=fed.initial_model())
+        ...     def round(self, fed, s, t):
+        ...         return State(x=s.x - self.lr * fed.map(self.slope, x=s.x).mean())
+        ...     def slope(self, client, x):
+        ...         return client.full_grad(x)
+        ...     def deploy(self, client, x):
+        ...         return x
+        >>> xs, ys = [torch.ones(3, 1), torch.ones(1, 1)], [torch.zeros(3), 4 * torch.ones(1)]
+        >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+        >>> run = coterie.fit(fed, GradientDescent(), rounds=200)
+        >>> [round(value, 3) for value in run.personal.squeeze().tolist()]
+        [1.0, 1.0]
     """
 
     batch: int = setting(32, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
