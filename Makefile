@@ -3,20 +3,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all e2e lint format bench lock clean
+.PHONY: demo test test-all e2e browser lint format bench lock clean
 
 demo: $(READY)
 	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-test: $(READY)
+test: $(READY) browser
 	$(BIN)/pytest -n 2 -m "not slow and not e2e"
 
-test-all: $(READY)
+test-all: $(READY) browser
 	$(BIN)/pytest -n 2 -m "not e2e"
 
 # One process, because the tests share one federation.
 e2e: $(READY)
 	$(BIN)/pytest -n 0 -m e2e tests/e2e
+
+# The report is tested in a real browser; without one those tests are skipped.
+browser:
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 \
+		|| echo "no chromium, and it could not be installed: the tests of the report in a browser are skipped"
 
 lint: $(READY)
 	$(BIN)/ruff check .
