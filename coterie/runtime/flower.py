@@ -103,9 +103,10 @@ class FlowerCarrier:
         found: dict[str, bytes | Undelivered] = {}
         for message in self.grid.pull_messages(list(tickets)):
             ticket = message.metadata.reply_to_message_id
+            asked = self._to.pop(ticket, None)
             if message.has_error():
                 found[ticket] = Undelivered(f"{message.error.reason} (Flower's error {message.error.code})")
-            elif message.metadata.src_node_id != self._to.get(ticket):
+            elif message.metadata.src_node_id != asked:
                 found[ticket] = Undelivered("the answer came from another node")
             else:
                 found[ticket] = content(message)
