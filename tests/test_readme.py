@@ -45,9 +45,10 @@ def test_algorithm_from_the_readme_keeps_its_promises():
 
 def test_commands_from_the_readme_run(visits):
     commands = [line.strip() for line in README.splitlines() if line.startswith("    coterie ")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
-        words = command.split()[1:] + (["--rounds", "3"] if "predict" not in command else [])
+        trains = command.split()[1] in ("compare", "fit")
+        words = command.split()[1:] + (["--rounds", "3"] if trains else [])
         words += ["--seeds", "1", "--budget", "1"] if words[0] == "compare" else []
         done = subprocess.run([sys.executable, "-m", "coterie", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
