@@ -35,7 +35,7 @@ WORDS = {
     "rtfa": "the shared model, tuned at home and held near it",
 }
 SHARED = ("fedavg", "ftfa", "rtfa")
-CLEAR = 2.0  # a centre is clearly useful, or useless, beyond this factor
+CLEAR = 1.0  # standard errors beyond which a centre is useful, or useless: right in 98 % of random worlds
 MATTERS = 0.05  # differences below this share of the error do not matter
 FEWEST_CLIENTS = 4
 
@@ -165,7 +165,10 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     errors = torch.stack(
         [found.curve[:, 1, 0], best_alone, found.curve[:, 0, -1], found.curve[:, 0, 0], best_shared], 1
     )
-    share, clear = _centre_helps(found, float(best_shared.mean()), float(best_alone.mean()))
+    kinds = torch.tensor([0 if name in SHARED else 1 for name in METHODS])
+    excess = (errors - found.noise[:, kinds]).clamp_min(0.0)
+    means = excess.mean(0)
+    share, clear = _centre_helps(found, float(means[kinds == 1].min() - means[kinds == 0].min()))
     allowed = torch.tensor([share == (method in SHARED) for method in METHODS])
     masked = torch.where(allowed, errors, math.inf)
     picks = masked.argmin(1)
@@ -174,7 +177,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     method, lam = _for_everybody(masked.mean(0), found, share)
     noise = found.noise[:, 0] if share else found.noise[:, 1]
     spreads = _spreads(found)
-    risks = {name: (errors[:, k] - noise).clamp_min(0.0) for k, name in enumerate(METHODS)}
+    risks = {name: excess[:, k] for k, name in enumerate(METHODS)}
     intervals = {
         name: torch.stack(
             [(risks[name] + sign * 1.645 * spreads[name]).clamp_min(0.0) for sign in (-1, 1)], 1
@@ -185,7 +188,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     gamma = columns / found.rows
     r2, rho2 = found.distance[:, 0] * columns, found.distance[:, 1] * columns
     mean = {name: float(value.mean()) for name, value in risks.items()}
-    little = abs(float(best_shared.mean() - best_alone.mean())) <= MATTERS * float(best_alone.mean())
+    little = _matters_little(found, float(best_shared.mean()), float(best_alone.mean()))
     sure = (clear or little) and fed.n >= FEWEST_CLIENTS
     names = [fed.names[int(k)] for k in found.ids]
     visits = max(1, fed.n)
@@ -193,8 +196,8 @@ def conclude(fed: Federation, found: Findings) -> Advice:
         method=method,
         lam=lam,
         sure=sure,
-        why=_reasons(fed, found, mean, share, clear, little, method),
-        change=_changes(fed, found, r2, rho2, noise, share),
+        why=_reasons(fed, found, mean, share, clear, little),
+        change=_changes(fed, found, r2, rho2, noise, share, clear),
         names=names,
         methods=[METHODS[int(k)] for k in picks],
         lams=lams,
@@ -211,17 +214,22 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     )
 
 
-def _centre_helps(found: Findings, shared: float, alone: float) -> tuple[bool, bool]:
-    """Whether a shared centre beats none, and whether that is clear.
+def _centre_helps(found: Findings, predicted: float) -> tuple[bool, bool]:
+    """Whether a shared centre beats none, with one answer for all clients, and whether that is clear.
 
-    It does if |th_0|^2 exceeds its own error (with equal answers for all clients); near that point the
-    predicted errors of the two best ridges decide.
+    What it was measured to take off the error decides; within a standard error of nothing, that and what it is
+    `predicted` to take off decide together.
     """
-    own_error = max(found.gap / 4, 1e-300)
-    ratio = found.agreement / own_error
-    if ratio >= CLEAR or ratio <= 1 / CLEAR:
-        return ratio > 1, True
-    return shared < alone, False
+    clear = abs(found.support) > CLEAR * found.doubt
+    if clear or not found.exact:
+        return found.support > 0, clear
+    return found.support + predicted > 0, False
+
+
+def _matters_little(found: Findings, shared: float, alone: float) -> bool:
+    """Whether the error is about the same with and without sharing, whichever is better."""
+    largest = abs(found.support) + 2 * found.doubt if found.exact else abs(shared - alone)
+    return largest <= MATTERS * alone
 
 
 def _for_everybody(mean: Tensor, found: Findings, share: bool) -> tuple[str, float | None]:
@@ -249,47 +257,61 @@ def _spreads(found: Findings) -> dict[str, Tensor]:
 
 
 def _reasons(
-    fed: Federation,
-    found: Findings,
-    mean: dict[str, float],
-    share: bool,
-    clear: bool,
-    little: bool,
-    method: str,
+    fed: Federation, found: Findings, mean: dict[str, float], share: bool, clear: bool, little: bool
 ) -> list[str]:
     rows, columns = float(found.rows.median()), require_head(fed.model).columns
     parts = [
-        f"{fed.n} clients with {rows:.0f} rows (median) for {columns} features: "
-        f"{columns / rows:.2g} features per row."
+        f"There are {fed.n} clients with {rows:.0f} rows each (median) and {columns} features: "
+        f"{rows / columns:.2g} rows per feature.",
+        _evidence(found, share, clear),
     ]
-    known = (
-        "explains much more than" if found.agreement > CLEAR * found.gap / 4 else "explains about as much as"
-    )
-    known = "explains less than" if found.agreement < found.gap / 4 / CLEAR else known
-    parts.append(
-        f"A model learned by half of the clients {known} its own uncertainty on the others "
-        f"({found.agreement:.3g} against {found.gap / 4:.3g})."
-    )
     listed = ", ".join(f"{name} {value:.3g}" for name, value in mean.items())
-    parts.append(f"Predicted error beyond the noise, mean over clients: {listed}.")
+    parts.append(f"Predicted squared error beyond the noise, mean over clients: {listed}.")
     if not clear and little:
-        parts.append("Sharing or not makes less than 5 % difference here; either choice is fine.")
+        parts.append(
+            "Sharing or not makes less than 5 % difference to the error here; either choice is fine."
+        )
     elif not clear:
-        parts.append("Whether the shared part is signal or noise is within the uncertainty.")
+        parts.append("So these rows do not show whether a shared model helps, and it may matter.")
     if fed.n < FEWEST_CLIENTS:
-        parts.append(f"{fed.n} clients are too few to compare two halves of the federation.")
-    if not found.corrected and share:
-        parts.append("There are fewer than four rows in all per feature, so the shared model is rough.")
+        parts.append(f"{fed.n} clients are too few to tell what clients have in common.")
+    if float(found.rows.sum()) < 2 * columns and share:
+        parts.append("All clients together have fewer than two rows per feature: the shared model is rough.")
     return parts
 
 
+def _evidence(found: Findings, share: bool, clear: bool) -> str:
+    """Whether a model of the others helps, in words."""
+    helps = "helps" if share else "does not help"
+    if found.exact:
+        change = "lowers" if found.support > 0 else "raises"
+        sure = f"so sharing {helps}" if clear else "which may be chance"
+        return (
+            f"Starting from a model of the other clients {change} the squared error on rows left out by "
+            f"{abs(found.support):.3g} (standard error {found.doubt:.2g}), {sure}."
+        )
+    more = "more" if share else "less"
+    sure = f"so sharing {helps}" if clear else "but not by a clear margin"
+    return (
+        f"A model learned by one half of the clients explains {more} on the other half than its own error adds "
+        f"(by {abs(found.support):.3g} per row), {sure}."
+    )
+
+
 def _changes(
-    fed: Federation, found: Findings, r2: Tensor, rho2: Tensor, noise: Tensor, share: bool
+    fed: Federation, found: Findings, r2: Tensor, rho2: Tensor, noise: Tensor, share: bool, clear: bool
 ) -> list[str]:
     """What it would take: more rows, fewer features, more clients; by the asymptotic risks at the median client."""
     columns = require_head(fed.model).columns
     n, near, far, s2 = (float(value.median()) for value in (found.rows, r2, rho2, noise))
     lines = []
+    if not clear:
+        needed = fed.n * (CLEAR * found.doubt / max(abs(found.support), 1e-300)) ** 2
+        lines.append(
+            f"About {2 * needed:.0f} clients like these would show whether sharing helps."
+            if needed < 20 * fed.n
+            else "Sharing or not is so even that more clients like these would hardly settle it."
+        )
     if share:
         for factor in (2, 3, 5, 10, 20, 50, 100):
             gamma = columns / (factor * n)
@@ -303,15 +325,19 @@ def _changes(
                 break
         else:
             lines.append("Even a hundred times the rows per client would not make training alone as good.")
+        return lines
+    own_error = risk.centre_error(gamma=columns / n, r2=near, sigma2=s2, clients=fed.n).risk
+    common = far - near + own_error
+    if common > 0.1 * own_error:
+        needed = math.ceil(max(1.5, 2 * own_error / common) * fed.n)
+        lines.append(
+            f"With about {needed} clients like these the shared model would be known well enough to help."
+        )
     else:
-        own, error = max(found.agreement, 0.0), found.gap / 4
-        if own > 0.1 * error:
-            lines.append(
-                f"With about {math.ceil(max(1.5, 2 * error / own) * fed.n)} clients like these, or that many times "
-                "more rows in all, the shared model would be known well enough to help."
-            )
-        else:
-            lines.append("Nothing points to a common model; other features, or groups of clients, might.")
+        lines.append(
+            "Nothing points to a common model: more clients would not help, other features or groups of similar "
+            "clients might."
+        )
     return lines
 
 

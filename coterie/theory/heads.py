@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from coterie.models.base import Model
-from coterie.models.glm import Glm, logistic, softmax
-from coterie.models.linear import linear
+from coterie.models.glm import Glm, Logistic, logistic, softmax
+from coterie.models.linear import Linear, linear
 from coterie.models.network import Network
 
 RIDGE = 1e-3  # as tables have it
@@ -46,6 +46,28 @@ def features(model: Model, trunk: Tensor, x: Tensor, lead: int) -> Tensor:
     handle.remove()
     found = seen[0] if lead == 1 else seen[0].unflatten(0, x.shape[:lead])
     return torch.cat([found, torch.ones_like(found[..., :1])], -1)
+
+
+def linearised(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and residuals of the least-squares problem that is the model near w, zero on padding.
+
+    For classes: the step of iteratively reweighted least squares, one row per class, [..., classes, B, columns].
+    """
+    assert isinstance(model, Glm)
+    real = (weight > 0).to(w.dtype)
+    scores = model.scores(w, x).mT
+    if isinstance(model, Linear):
+        return x * real.unsqueeze(-1), (y - scores.squeeze(-2)) * real
+    if isinstance(model, Logistic):
+        likely, hit = torch.sigmoid(scores), y.unsqueeze(-2).to(w.dtype)
+    else:
+        likely = torch.softmax(scores, -2)
+        classes = torch.arange(model.outputs, device=w.device).unsqueeze(-1)
+        hit = (y.long().unsqueeze(-2) == classes).to(w.dtype)
+    root = (likely * (1 - likely)).clamp_min(1e-3).sqrt()
+    return x.unsqueeze(-3) * (root * real.unsqueeze(-2)).unsqueeze(-1), (
+        hit - likely
+    ) / root * real.unsqueeze(-2)
 
 
 def _last(module: nn.Module) -> nn.Linear | None:

@@ -13,16 +13,18 @@ from coterie.errors import SettingError
 from coterie.federation import randomness
 from coterie.federation.client import Client
 from coterie.federation.federation import Federation
+from coterie.federation.replies import Replies
 from coterie.models.base import Model, dot
-from coterie.models.glm import Glm, Logistic
+from coterie.models.glm import Glm
 from coterie.models.linear import Linear
-from coterie.theory import held_out
-from coterie.theory.heads import features, head_of
+from coterie.theory import held_out, left_out
+from coterie.theory.heads import features, head_of, linearised
 from coterie.theory.held_out import Profile
 
 SCORING_STEPS = 15
 SHIFTS = 3
 SOLVER_STEPS = 200
+MOST_COLUMNS = 300  # up to which the matrix X'X may travel; gradients are fewer numbers beyond
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Findings:
     noise: Tensor  # [n, 2]
     distance: Tensor  # [n, 2]: squared distance to the centre and to zero
     rows: Tensor  # [n]
-    agreement: float  # <thA, thB> in prediction
-    gap: float  # |thA - thB|^2 in prediction
-    corrected: bool
+    support: float  # squared prediction per row that a shared model explains, less what its own error adds
+    doubt: float  # its standard error
+    exact: bool  # whether the models left out one client each; otherwise they were learned by two halves
 
 
 @dataclass(frozen=True)
@@ -55,39 +57,86 @@ class Survey(Algorithm):
         head = require_head(fed.model)
         if trunk is not None:
             fed.map(self.receive, trunk=trunk)
-        half = randomness.permutation(randomness.key(fed.seed, "advisor"), fed.n).to(fed.device) % 2
-        models = torch.stack([self._fit(fed, head.d, (half == k).nonzero().squeeze(-1)) for k in (0, 1)])
-        seen = fed.map(self.look, each={"own": models[half], "other": models[1 - half]})
-        totals = (seen["facts"]).sum(0)
+        exact = head is fed.model and isinstance(head, Linear) and head.d <= MOST_COLUMNS and fed.n > 2
+        seen, lam = self._leave_out(fed, head.d) if exact else self._compare_halves(fed, head.d)
+        totals = seen["facts"].sum(0)
         unit = (totals[:2] / totals[2:4].clamp_min(1.0)).clamp_min(1e-300)
-        agreement, gap, rows = (float(value) for value in totals[4:7])
-        a = torch.stack([self._shape(fed, kind, unit, totals[7:9]) for kind in (0, 1)])
+        a = torch.stack([self._shape(fed, kind, unit, totals[4:6]) for kind in (0, 1)])
         shift, choice = self._spreads(fed, a, unit)
-        corrected = rows >= 4 * head.d
-        excess = gap / 4 / float(totals[0]) * float(unit[0]) if corrected else 0.0
-        lam = held_out.penalties(float(unit[0]) * fed.n / rows)
-        r = fed.map(
-            self.predict,
-            a=a,
-            shift=shift,
-            unit=unit,
-            lam=lam.to(a),
-            excess=torch.tensor([excess, 0.0]).to(a),
-            first=choice[0],
-            second=choice[1],
+        common: dict[str, Any] = {
+            "a": a,
+            "shift": shift,
+            "unit": unit,
+            "lam": lam.to(a),
+            "first": choice[0],
+            "second": choice[1],
+        }
+        if exact:
+            plain = not a[:, 2:].any()
+            r = fed.map(self.predict_exactly if plain else self.predict_left_out, **common)
+            gain = r["gain"].squeeze(-1)
+            support, doubt = float(gain.mean()), float(gain.std() / len(gain) ** 0.5)
+        else:
+            agreement, gap, rows = (float(value) for value in totals[6:9])
+            excess = gap / 4 / float(totals[0]) * float(unit[0]) if rows >= 4 * head.d else 0.0
+            r = fed.map(self.predict, excess=torch.tensor([excess, 0.0]).to(a), **common)
+            support = (agreement - gap / 4) / rows
+            doubt = gap / rows / (4 if support > 0 else 8)
+        curve, error, noise, distance = (
+            r[name].cpu().double() for name in ("curve", "error", "noise", "distance")
         )
-        return Findings(
-            r.ids.cpu(),
-            lam,
-            r["curve"].cpu().double(),
-            r["error"].cpu().double(),
-            r["noise"].cpu().double(),
-            r["distance"].cpu().double(),
-            r.weights.squeeze(-1).cpu().double(),
-            agreement / rows,
-            gap / rows,
-            corrected,
-        )
+        rows_of = r.weights.squeeze(-1).cpu().double()
+        return Findings(r.ids.cpu(), lam, curve, error, noise, distance, rows_of, support, doubt, exact)
+
+    def _leave_out(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
+        """Least squares: the sums X'X and X'y go round once, and every client leaves itself out of them."""
+        sums = fed.map(self.moments).values.sum(0)
+        matrix = _unpacked(sums, d)[0]
+        rows = fed.sizes.sum().to(matrix)
+        scale = float(matrix.diagonal().sum() / rows) / min(d, float(rows) / fed.n)
+        lam = held_out.penalties(scale)
+        return fed.map(self.look_without_me, sums=sums, rows=rows, lam=lam.to(matrix)), lam
+
+    def _compare_halves(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
+        """Any other model: each half of the clients learns one, and is judged by the other half."""
+        half = randomness.permutation(randomness.key(fed.seed, "advisor"), fed.n).to(fed.device) % 2
+        models = torch.stack([self._fit(fed, d, (half == k).nonzero().squeeze(-1)) for k in (0, 1)])
+        seen = fed.map(self.look, each={"own": models[half], "other": models[1 - half]})
+        totals = seen["facts"].sum(0)
+        return seen, held_out.penalties(float(totals[0] / totals[2].clamp_min(1.0) * fed.n / totals[8]))
+
+    def moments(self, client: Client) -> Tensor:
+        """X'X, of which the upper triangle is enough, and X'y."""
+
+        def both(_: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            matrix, side = _moments(client, inputs, targets, weight)
+            upper = torch.triu_indices(*matrix.shape[-2:], device=matrix.device)
+            return torch.cat([matrix[..., upper[0], upper[1]], side], -1)
+
+        return client.over_rows(both, client.initial_model())
+
+    def look_without_me(self, client: Client, sums: Tensor, rows: Tensor, lam: Tensor) -> dict[str, Tensor]:
+        """Keep the residual profiles at the others' model and at zero, and what each penalty would do."""
+        d, size = client.model.d, client.size.to(sums.dtype)
+        matrix, side = _unpacked(sums.reshape(-1, sums.shape[-1])[0], d)
+        lam, rows = lam.reshape(-1, lam.shape[-1])[0], rows.reshape(-1)[0]
+
+        def all_of_it(count: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            own, own_side = _moments(client, inputs, targets, weight)
+            theirs = left_out.model(matrix, side, own, own_side)
+            parts = []
+            for c in (theirs, torch.zeros_like(theirs)):
+                found = held_out.profile(
+                    *linearised(client.model, c, inputs.double(), targets, weight), count
+                )
+                parts += [found.k, found.square, found.count]
+            return torch.cat([*parts, left_out.curves(matrix, own, count, rows, lam).flatten(-2)], -1)
+
+        found = client.over_rows(all_of_it, size)
+        profiles = found[..., : 6 * (d + 1)].unflatten(-1, (6, d + 1))
+        curves = found[..., 6 * (d + 1) :].unflatten(-1, (4, len(lam)))
+        client.keep.profiles, client.keep.curves = profiles, curves
+        return {"facts": _facts(profiles)}
 
     def receive(self, client: Client, trunk: Tensor) -> None:
         client.keep.trunk = trunk
@@ -128,10 +177,7 @@ class Survey(Algorithm):
 
         found = client.over_rows(both, pairs)
         client.keep.profiles = found[..., :6, :]
-        k, square, count = found[..., [0, 3], :], found[..., [1, 4], :], found[..., [2, 5], :]
-        facts = [(count * k).sum(-1), (count * (k > 0)).sum(-1)]
-        facts += [found[..., 7, :1], found[..., 6, :1], rows, (count * square).sum(-1)]
-        return {"facts": torch.cat(facts, -1)}
+        return {"facts": torch.cat([_facts(found), found[..., 7, :1], found[..., 6, :1], rows], -1)}
 
     def sums(self, client: Client, a: Tensor, unit: Tensor, kind: int) -> Tensor:
         return held_out.regression_sums(_kept(client, kind, unit), a)
@@ -165,36 +211,68 @@ class Survey(Algorithm):
         replies: dict[str, list[Tensor]] = {"curve": [], "error": [], "noise": [], "distance": []}
         for kind, choice in ((0, first), (1, second)):
             seen, own = _kept(client, kind, unit), a[..., kind, :]
-            weight = held_out.posterior(self._table(client, kind, a, shift, unit), choice)
-            points = held_out.grid(weight)
-            c = torch.exp(shift[..., kind, :1] + points)
-            s2 = own[..., :1] * torch.exp(shift[..., kind, 1:] + points)
-            weight_c, weight_s = weight.sum(-1), weight.sum(-2)
-            mean_c, mean_s = dot(weight_c, c), dot(weight_s, s2)
+            mean_c, mean_s, spread_c, spread_s, cross = self._own_levels(client, kind, choice, a, shift, unit)
             shape = held_out.height(torch.cat([torch.zeros_like(own[..., :1]), own[..., 1:]], -1), seen.k)
             lifted = (mean_c * shape - excess[..., kind : kind + 1] * seen.k).clamp_min(0.0)
             raw = Profile(seen.k * unit[..., kind : kind + 1], seen.square, seen.count)
             signal = held_out.errors(raw, lifted, lam)
             flat = held_out.errors(raw, torch.ones_like(shape), lam)
-            deviation = (weight * (c[..., :, None] - mean_c[..., None]).square()).sum((-1, -2))
-            spread_c = deviation.unsqueeze(-1).sqrt() / mean_c
-            spread_s = (dot(weight_s, s2.square()) - mean_s.square()).clamp_min(0.0).sqrt()
-            cross = (
-                (weight * (c[..., :, None] / mean_c[..., None] - 1) * (s2[..., None, :] - mean_s[..., None]))
-                .sum((-1, -2))
-                .unsqueeze(-1)
-            )
             variance = (signal * spread_c).square() + (flat * spread_s).square() + 2 * signal * flat * cross
             replies["curve"].append(signal + mean_s * flat)
             replies["error"].append(variance.clamp_min(0.0).sqrt())
             replies["noise"].append(mean_s)
             total = (seen.count * raw.k).sum(-1, keepdim=True).clamp_min(1e-300)
             replies["distance"].append((seen.count * lifted).sum(-1, keepdim=True) / total)
-        stacked = {name: torch.stack(parts, -2) for name, parts in replies.items()}
-        return {
-            name: value.squeeze(-1) if name in ("noise", "distance") else value
-            for name, value in stacked.items()
-        }
+        return _stacked(replies)
+
+    def predict_left_out(
+        self, client: Client, a: Tensor, shift: Tensor, unit: Tensor, lam: Tensor, first: int, second: int
+    ) -> dict[str, Tensor]:
+        """`predict` around models that leave the client out, and what such a centre takes off the error."""
+        found = self.predict(client, a, shift, unit, lam, torch.zeros_like(unit), first, second)
+        at = found["curve"][..., 1, :].argmin(-1, keepdim=True)
+        return {**found, "gain": _taken_off(client, unit, lam).gather(-1, at)}
+
+    def predict_exactly(
+        self, client: Client, a: Tensor, shift: Tensor, unit: Tensor, lam: Tensor, first: int, second: int
+    ) -> dict[str, Tensor]:
+        """The same from the curves of `look_without_me`, while deviations have no preferred direction.
+
+        The client's own part in the shared model is added to what the centre takes off.
+        """
+        replies: dict[str, list[Tensor]] = {"curve": [], "error": [], "noise": [], "distance": []}
+        for kind, choice in ((0, first), (1, second)):
+            mean_c, mean_s, spread_c, spread_s, cross = self._own_levels(client, kind, choice, a, shift, unit)
+            each = a[..., kind, 1:2] / unit[..., kind : kind + 1]
+            signal = client.keep.curves[..., 2 * kind, :] * each * mean_c
+            flat = 1 + client.keep.curves[..., 2 * kind + 1, :]
+            variance = (signal * spread_c).square() + (flat * spread_s).square() + 2 * signal * flat * cross
+            replies["curve"].append(signal + mean_s * flat)
+            replies["error"].append(variance.clamp_min(0.0).sqrt())
+            replies["noise"].append(mean_s)
+            replies["distance"].append(mean_c * each)
+        found, curves = _stacked(replies), client.keep.curves
+        distance, noise = found["distance"][..., :1], found["noise"][..., :1]
+        own = distance * (curves[..., 2, :] - curves[..., 0, :]) + noise * (
+            curves[..., 3, :] - curves[..., 1, :]
+        )
+        at = found["curve"][..., 1, :].argmin(-1, keepdim=True)
+        return {**found, "gain": (_taken_off(client, unit, lam) + own).gather(-1, at)}
+
+    def _own_levels(
+        self, client: Client, kind: int, choice: int, a: Tensor, shift: Tensor, unit: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Posterior means of c and s2, the relative spread of c, the spread of s2, and how they go together."""
+        weight = held_out.posterior(self._table(client, kind, a, shift, unit), choice)
+        points = held_out.grid(weight)
+        c = torch.exp(shift[..., kind, :1] + points)
+        s2 = a[..., kind, :1] * torch.exp(shift[..., kind, 1:] + points)
+        weight_c, weight_s = weight.sum(-1), weight.sum(-2)
+        mean_c, mean_s = dot(weight_c, c), dot(weight_s, s2)
+        spread_c = (dot(weight_c, c.square()) - mean_c.square()).clamp_min(0.0).sqrt() / mean_c
+        spread_s = (dot(weight_s, s2.square()) - mean_s.square()).clamp_min(0.0).sqrt()
+        both = (c[..., :, None] / mean_c[..., None] - 1) * (s2[..., None, :] - mean_s[..., None])
+        return mean_c, mean_s, spread_c, spread_s, (weight * both).sum((-1, -2)).unsqueeze(-1)
 
     def _fit(self, fed: Federation, d: int, ids: Tensor) -> Tensor:
         """The shared model of some clients, by L-BFGS through gradients."""
@@ -260,28 +338,6 @@ def _features(client: Client, inputs: Tensor, weight: Tensor) -> Tensor:
     return features(client.model, trunk.reshape(-1, trunk.shape[-1])[0], inputs, weight.dim()).double()
 
 
-def linearised(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Features and residuals of the least-squares problem that is the model near w, zero on padding.
-
-    For classes: the step of iteratively reweighted least squares, one row per class, [..., classes, B, columns].
-    """
-    assert isinstance(model, Glm)
-    real = (weight > 0).to(w.dtype)
-    scores = model.scores(w, x).mT
-    if isinstance(model, Linear):
-        return x * real.unsqueeze(-1), (y - scores.squeeze(-2)) * real
-    if isinstance(model, Logistic):
-        likely, hit = torch.sigmoid(scores), y.unsqueeze(-2).to(w.dtype)
-    else:
-        likely = torch.softmax(scores, -2)
-        classes = torch.arange(model.outputs, device=w.device).unsqueeze(-1)
-        hit = (y.long().unsqueeze(-2) == classes).to(w.dtype)
-    root = (likely * (1 - likely)).clamp_min(1e-3).sqrt()
-    return x.unsqueeze(-3) * (root * real.unsqueeze(-2)).unsqueeze(-1), (
-        hit - likely
-    ) / root * real.unsqueeze(-2)
-
-
 def _profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
     """The classes of a client, where there are several, are looked at together."""
     if features.dim() == residual.dim() + 1 and residual.dim() == rows.dim():
@@ -296,6 +352,40 @@ def _prediction(model: Model, mine: Tensor, theirs: Tensor, x: Tensor, weight: T
     a, b = (model.scores(w, x) * real for w in (mine, theirs))
     value = (a - b).square() if kind == "gap" else a * b
     return value.sum((-1, -2)).unsqueeze(-1)
+
+
+def _facts(profiles: Tensor) -> Tensor:
+    """Of both centres: the sum of the eigenvalues, how many there are, and the squared residuals, [..., 6]."""
+    k, square, count = profiles[..., [0, 3], :], profiles[..., [1, 4], :], profiles[..., [2, 5], :]
+    return torch.cat([(count * k).sum(-1), (count * (k > 0)).sum(-1), (count * square).sum(-1)], -1)
+
+
+def _moments(client: Client, inputs: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x = inputs.double() * (weight > 0).unsqueeze(-1)
+    return x.mT @ x, (x.mT @ targets.double().unsqueeze(-1)).squeeze(-1)
+
+
+def _unpacked(sums: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """X'X [d, d] and X'y [d] from the upper triangle and the side in one vector."""
+    matrix = sums.new_zeros(d, d)
+    row, column = torch.triu_indices(d, d, device=sums.device)
+    matrix[row, column] = sums[:-d]
+    matrix[column, row] = sums[:-d]
+    return matrix, sums[-d:]
+
+
+def _taken_off(client: Client, unit: Tensor, lam: Tensor) -> Tensor:
+    """Left-out error of ridge around zero less that around the others' model, as measured, at equal penalties."""
+    seen = [_kept(client, kind, unit).scaled(1 / unit[..., kind : kind + 1]) for kind in (0, 1)]
+    shared, alone = (held_out.errors(one, one.square, lam) for one in seen)
+    return alone - shared
+
+
+def _stacked(replies: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    stacked = {name: torch.stack(parts, -2) for name, parts in replies.items()}
+    return {
+        name: value.squeeze(-1) if name in ("noise", "distance") else value for name, value in stacked.items()
+    }
 
 
 def _kept(client: Client, kind: int, unit: Tensor) -> Profile:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.errors import SettingError
 from coterie.models.linear import linear
 from coterie.theory import filters, risk
 from coterie.theory.advisor import METHODS, Advice, advise
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from coterie.federation.federation import Federation
 
 NOISES = 24
+COVARIANCES = ("identity", "ar", "power")
+THREE = ("local", "fedavg", "ftfa")  # without a penalty to choose
 
 
 @dataclass(frozen=True)
@@ -39,25 +42,77 @@ class TrueWorld:
         return Federation.from_arrays(self.xs, self.ys, linear(), dtype=torch.float64, seed=seed)
 
 
-def random_world(seed: int) -> TrueWorld:
-    """Clients, features, rows, noise, heterogeneity, centre and covariance all at random."""
-    draw = np.random.default_rng(seed)
+def random_world(seed: int, kind: str = "middling") -> TrueWorld:
+    """Clients, features, rows, noise, heterogeneity, centre and covariance all at random.
+
+    "middling": 10 to 70 clients, 20 to 120 features, 0.3 to 5 features per row. "wide": 5 to 70 clients, 8 to 120
+    features, 8 to 160 rows, each spread evenly in its logarithm. "even": clients that are alike, numbers drawn evenly.
+    "few": 5 to 15 clients with 5 to 40 features, where much cannot be known.
+    """
+    draw = np.random.default_rng(seed if kind == "middling" else [seed, 77])
 
     def between(low: float, high: float) -> float:
         return float(np.exp(draw.uniform(math.log(low), math.log(high))))
 
-    return make_world(
-        draw,
-        clients=int(draw.integers(10, 71)),
-        features=int(draw.integers(20, 121)),
-        gamma=between(0.3, 5),
-        sigma2=between(0.1, 4),
-        r2=between(0.1, 4),
-        centre2=between(0.05, 4),
-        spread=float(draw.choice([0.0, 0.5, 1.0])),
-        row_spread=float(draw.choice([0.0, 0.5])),
-        covariance=str(draw.choice(["identity", "ar", "power"])),
-    )
+    def any_of(*values: float) -> float:
+        return float(draw.choice(values))
+
+    if kind == "middling":
+        return make_world(
+            draw,
+            clients=int(draw.integers(10, 71)),
+            features=int(draw.integers(20, 121)),
+            gamma=between(0.3, 5),
+            sigma2=between(0.1, 4),
+            r2=between(0.1, 4),
+            centre2=between(0.05, 4),
+            spread=any_of(0.0, 0.5, 1.0),
+            row_spread=any_of(0.0, 0.5),
+            covariance=str(draw.choice(COVARIANCES)),
+        )
+    covariance = str(draw.choice(COVARIANCES))
+    if kind == "wide":
+        clients, features, rows = round(between(5, 70)), round(between(8, 120)), between(8, 160)
+        return make_world(
+            draw,
+            clients=clients,
+            features=features,
+            gamma=features / rows,
+            sigma2=between(0.05, 5),
+            r2=between(0.02, 5),
+            centre2=between(0.02, 5),
+            spread=any_of(0.0, 0.5, 1.0),
+            row_spread=any_of(0.0, 0.5),
+            covariance=covariance,
+        )
+    if kind == "even":
+        clients, features = int(draw.integers(20, 61)), int(draw.integers(30, 101))
+        rows = int(draw.integers(15, 121))
+        return make_world(
+            draw,
+            clients=clients,
+            features=features,
+            gamma=features / rows,
+            r2=draw.uniform(0.1, 1.5) ** 2,
+            sigma2=draw.uniform(0.2, 2.0) ** 2,
+            centre2=draw.uniform(0.1, 2.0) ** 2,
+            covariance=covariance,
+        )
+    if kind == "few":
+        clients, features, rows = int(draw.integers(5, 16)), int(draw.integers(5, 41)), between(6, 60)
+        return make_world(
+            draw,
+            clients=clients,
+            features=features,
+            gamma=features / rows,
+            sigma2=between(0.1, 3),
+            r2=between(0.05, 3),
+            centre2=between(0.1, 3),
+            spread=draw.uniform(0, 0.8),
+            row_spread=draw.uniform(0, 0.8),
+            covariance=covariance,
+        )
+    raise SettingError(f"no worlds {kind!r}; choose middling, wide, even or few")
 
 
 def make_world(
@@ -155,7 +210,10 @@ class Score:
     always_rtfa: Tensor  # [n], log excess of rtfa for everybody
     federation: bool  # the method with the lowest mean risk named
     majority: bool  # the method best for most clients is the one named for most
-    shared_sure: bool
+    sure: bool
+    excess: float  # of the federation's method, as a share of the lowest mean risk
+    three: Tensor  # [n], the best of local, fedavg and ftfa named
+    lead: Tensor  # [n], by how much the best of these three leads the next, as a share
 
 
 def judge(world: TrueWorld) -> tuple[Score, Advice]:
@@ -173,8 +231,22 @@ def judge(world: TrueWorld) -> tuple[Score, Advice]:
         METHODS.index(advice.method) == int(risks.mean(0).argmin()),
         int(picks.mode().values) == int(best.mode().values),
         advice.sure,
+        float(risks.mean(0)[METHODS.index(advice.method)] / risks.mean(0).min()) - 1,
+        *_three_way(risks, advice),
     )
     return score, advice
+
+
+def _three_way(risks: Tensor, advice: Advice) -> tuple[Tensor, Tensor]:
+    """Whether the best of the methods without a penalty is predicted to be, and its lead.
+
+    With more rows than features local and ftfa are one model, and either is right.
+    """
+    columns = [METHODS.index(name) for name in THREE]
+    named = torch.stack([advice.risks[name] for name in THREE], 1).argmin(1, keepdim=True)
+    ordered = risks[:, columns].sort(1).values
+    right = risks[:, columns].gather(1, named).squeeze(1) <= (1 + 1e-6) * ordered[:, 0]
+    return right.double(), ordered[:, 1] / ordered[:, 0] - 1
 
 
 def _risk(model: Tensor, truth: Tensor, covariance: Tensor) -> float:
