@@ -71,6 +71,7 @@ class Client:
         self._shard, self._at, self._make_keys, self._batch = shard, at, keys, batch
         self.sealer = sealer or Sealer()
         self._step = 0
+        self._drawn: tuple[int, Batch] | None = None
         self.lead = shard.ids.shape if at is None else at.shape
         self.keep: Any = Keep(lambda name: shard.store.read(name, at))
 
@@ -100,9 +101,7 @@ class Client:
         rows = self._shard.train
         if self._batch == 0 or rows.largest <= self._batch:
             return self.full_grad(x)
-        self._step += not again
-        keys = randomness.fold(self.keys, self._step)
-        batch = rows.minibatch(self._at, keys, self._batch)
+        batch = self._minibatch(again)
         return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
 
     def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
@@ -110,8 +109,7 @@ class Client:
         rows = self._shard.train
         if self._batch == 0 or rows.largest <= self._batch:
             return self.loss(x)
-        self._step += not again
-        batch = rows.minibatch(self._at, randomness.fold(self.keys, self._step), self._batch)
+        batch = self._minibatch(again)
         return self._shard.model.loss(x, batch.x, batch.y, self._reduced(batch.weight, rows))
 
     def full_grad(self, x: Tensor) -> Tensor:
@@ -131,8 +129,7 @@ class Client:
                 return model.hvp(at, along, inputs, targets, weight)
 
             return self._over_rows(product, torch.cat([x, v], -1))
-        self._step += 1
-        batch = rows.minibatch(self._at, randomness.fold(self.keys, self._step), self._batch)
+        batch = self._minibatch()
         return model.hvp(x, v, batch.x, batch.y, self._reduced(batch.weight, rows))
 
     def loss(self, x: Tensor, split: str = "train") -> Tensor:
@@ -233,6 +230,14 @@ class Client:
 
     def _pick(self, values: Tensor) -> Tensor:
         return values if self._at is None else values[self._at]
+
+    def _minibatch(self, again: bool = False) -> Batch:
+        """The next minibatch, or `again` the last, which is not drawn twice."""
+        self._step += not again
+        if self._drawn is None or self._drawn[0] != self._step:
+            keys = randomness.fold(self.keys, self._step)
+            self._drawn = self._step, self._shard.train.minibatch(self._at, keys, self._batch)
+        return self._drawn[1]
 
     def _reduced(self, weight: Tensor, rows: Rows) -> Tensor:
         if self._shard.model.reduction == "mean":
