@@ -95,8 +95,8 @@ def draw(name: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
         'font-family="sans-serif" font-size="11" fill="#808080">',
         f"<title>{escape(name)}: validation error over rounds</title>",
-        f"<desc>Mean RMSE over 24 clients falls from {own[1][0]:.2f} to {own[1][-1]:.2f}; with {escape(settings(algorithm))}."
-        "</desc>",
+        f"<desc>Mean RMSE over 24 clients falls from {own[1][0]:.2f} to {own[1][-1]:.2f}; "
+        f"with {escape(settings(algorithm))}.</desc>",
         f'<text x="{LEFT}" y="16">validation RMSE, mean over clients</text>',
         f'<path d="M{LEFT},{TOP}V{up}H{WIDTH - RIGHT}" fill="none" stroke="#808080"/>',
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">rounds</text>',

@@ -1,0 +1,411 @@
+"""The site builds without a warning, every page can be reached, and what the pages show is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import coterie
+from coterie.algorithms import all_algorithms
+from coterie.data import bundled
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+SHORT = {
+    "compare": ["--rounds", "3", "--seeds", "1", "--budget", "1"],
+    "fit": ["--rounds", "3"],
+    "advise": ["--probe", "2"],
+    "tune": ["--rounds", "3", "--trials", "2"],
+    "reproduce": ["--quick", "--jobs", "1"],
+}
+SLOW = {"reproduce.md", "tutorial.md", "auto.md", "choose.md", "sklearn.md"}  # more than a few seconds
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something to run: a command, or a block of Python."""
+
+    kind: str
+    text: str
+
+
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^>]*) -->\n\n?)?"
+    r"(?:^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?P<indented>(?:^    [^\n]*\n)+))",
+    flags=re.MULTILINE | re.DOTALL,
+)
+
+
+def pieces(text: str) -> Iterator[Piece]:
+    """What a page tells the reader to run, in its order; `<!-- not run here: why -->` above a block leaves it out."""
+    for block in BLOCK.finditer(text):
+        if (block["mark"] or "").startswith("not run here: "):
+            continue
+        if block["language"] == "python":
+            yield Piece("python", block["fenced"])
+        elif block["language"] in (None, "", "sh"):
+            lines = (block["indented"] or block["fenced"] or "").replace("\\\n", " ")
+            for line in lines.splitlines():
+                if line.strip().startswith("coterie "):
+                    yield Piece("command", line.partition(" #")[0].strip())
+
+
+RUNNABLE = [page for page in PAGES if any(pieces(page.read_text(encoding="utf-8")))]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+# What the pages take for granted
+
+
+def visits(clinics: tuple[str, ...]) -> str:
+    lines = ["clinic,age,sex,outcome"]
+    for k in range(30 * len(clinics)):
+        age = 30 + k % 41
+        lines.append(f"{clinics[k % len(clinics)]},{age},{k % 2},{int((age + 7 * k) % 60 > 30)}")
+    return "\n".join(lines) + "\n"
+
+
+def ratings() -> str:
+    lines = ["department,lecturer,hours,rating"]
+    for k in range(120):
+        lines.append(f"d{k % 3},l{k % 6},{(k * 7) % 11},{(k * 13) % 17 / 4 + k % 6}")
+    return "\n".join(lines) + "\n"
+
+
+EXPERIMENT = """
+title = "Mine"
+source = "nobody (2026)"
+seeds = [0, 1]
+[data.generate]
+name = "hierarchical_linear"
+clusters = 2
+clients = 2
+rows = 10
+[model]
+name = "linear"
+[[runs]]
+key = "local"
+algorithm = "local"
+rounds = 5
+[[rows]]
+label = "alone"
+run = "local"
+metric = "distance"
+at_least = 0.0
+[quick]
+seeds = [0]
+"""
+
+
+def factory() -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def clients(count: int) -> tuple[list[Any], list[Any]]:
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    xs = [torch.randn(20, 2, generator=draw, dtype=torch.float64) for _ in range(count)]
+    return xs, [(x[:, 0] > 0).long() for x in xs]
+
+
+def small(model: Any) -> coterie.Federation:
+    """Four clients with twenty rows each."""
+    names = [f"client {k}" for k in range(4)]
+    return coterie.Federation.from_arrays(*clients(4), model, names=names, split=(0.6, 0.2, 0.2))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tables and runs of which the pages speak."""
+    from coterie.runs.export import export
+
+    folder = tmp_path_factory.mktemp("world")
+    tables = {
+        "visits.csv": visits(("north clinic", "south", "va")),
+        "new_visits.csv": visits(("north clinic", "south", "va")),
+        "new_clinic.csv": visits(("west",)),
+        "ratings.csv": ratings(),
+        "heart.csv": bundled.path("heart_disease").read_text(encoding="utf-8"),
+        "my-experiment.toml": EXPERIMENT,
+    }
+    for file, text in tables.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    fed = coterie.Federation.from_table(folder / "visits.csv", client="clinic", target="outcome")
+    for method in ("ditto", "cobo", "local"):
+        coterie.fit(fed, method, 3, folder / "runs" / method)
+    coterie.compare(
+        folder / "visits.csv",
+        "clinic",
+        "outcome",
+        seeds=1,
+        rounds=2,
+        budget=1,
+        out=folder / "runs" / "visits",
+    )
+    coterie.fit(small(coterie.models.network(factory)), "fedavg", 2, folder / "runs" / "mine")
+    export(folder / "runs" / "ditto", "va", "onnx", folder / "va.onnx")
+    return folder
+
+
+def names_for_python(page: str) -> dict[str, Any]:
+    """What snippets use without defining it."""
+    import numpy as np
+    import torch
+
+    xs, ys = clients(4)
+    X, y = torch.cat(xs).numpy(), torch.cat(ys).numpy()
+    hospital = np.repeat(["a", "b", "c", "d"], 20)
+    own = page == "export.md"  # where the module is the reader's own
+    fed = small(coterie.models.network(factory) if own else coterie.models.logistic(intercept=True))
+    return {
+        "__name__": "docs",
+        "coterie": coterie,
+        "xs": xs,
+        "ys": ys,
+        "fed": fed,
+        "factory": factory,
+        "MyNet": lambda width: factory(),
+        "table": "visits.csv",
+        **{"X": X, "y": y, "hospital": hospital, "X_new": X, "y_new": y, "hospital_new": hospital},
+    }
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.slow] * (name(p) in SLOW), id=name(p)) for p in RUNNABLE],
+)
+def test_what_a_page_shows_runs(
+    page: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    """Commands and Python in the order of the page, with few rounds; the tutorial starts from nothing at all."""
+    import sklearn
+
+    folder = tmp_path / "here"
+    if page.name == "tutorial.md":
+        folder.mkdir()
+    else:
+        shutil.copytree(world, folder)
+    monkeypatch.chdir(folder)
+    space = names_for_python(page.name) if page.name != "tutorial.md" else {"__name__": "tutorial"}
+    made: set[str] = set()
+    with sklearn.config_context():
+        for piece in pieces(page.read_text(encoding="utf-8")):
+            if piece.kind == "python":
+                text = re.sub(r"\brounds=\d+", "rounds=3", piece.text)
+                exec(compile(text, f"{page.name}: {text.splitlines()[0]}", "exec", dont_inherit=True), space)
+                continue
+            words = shlex.split(piece.text)[1:]
+            words += SHORT.get(words[0], [])
+            out = words[words.index("--out") + 1] if "--out" in words else ""
+            if out and out not in made and Path(out).is_dir():
+                shutil.rmtree(out)  # it is of the world that other pages take for granted
+            made.add(out)
+            words = [word for word in words if word != "--check"]  # few rounds do not reach published numbers
+            done = command(*words)
+            assert done.code == 0, f"{piece.text}\n{done.out}\n{done.err}"
+
+
+def test_commands_are_found_and_reasons_are_given() -> None:
+    """The parser sees all three kinds of block, and leaves out only what says why."""
+    page = "a\n\n    coterie algorithms  # list\n\n```sh\ncoterie fit a \\\n  --out b\n```\n\n```python\nx = 1\n```\n"
+    assert [piece.text for piece in pieces(page)] == [
+        "coterie algorithms",
+        "coterie fit a    --out b",
+        "x = 1\n",
+    ]
+    assert not list(pieces("<!-- not run here: why -->\n\n    coterie federate demo\n"))
+    assert list(pieces("<!-- something -->\n\n    coterie federate demo\n"))
+    for page_text in (path.read_text(encoding="utf-8") for path in PAGES):
+        for reason in re.findall(r"<!-- not run here: (.*?) -->", page_text):
+            test = re.search(r"tests/\S+\.py", reason)
+            assert test and (ROOT / test[0]).exists(), f"name the test that runs it instead: {reason}"
+
+
+# The site
+
+
+class Links(HTMLParser):
+    """What a page refers to, apart from what it only mentions: links, and what it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        if tag == "a" and found.get("href"):
+            self.links.append(str(found["href"]))
+        elif tag == "link" and found.get("rel") not in ("canonical", "prev", "next"):
+            self.loads.append(str(found.get("href") or ""))
+        elif tag in ("script", "img", "iframe", "source"):
+            self.loads.append(str(found.get("src") or ""))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with warnings as errors and without a network."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = {
+        name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+def links_of(page: Path) -> Links:
+    parser = Links()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return parser
+
+
+def test_every_page_is_reached_from_the_first(site: Path) -> None:
+    seen, left = set(), [site / "index.html"]
+    while left:
+        page = left.pop()
+        if page in seen or page.suffix != ".html":
+            continue
+        seen.add(page)
+        for link in links_of(page).links:
+            parts = urlsplit(link)
+            if parts.scheme or not parts.path:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve()
+            assert target.exists(), f"{page.name}: {link}"
+            left.append(target)
+    expected = {site / Path(name(page)).with_suffix(".html") for page in PAGES}
+    assert expected <= seen, sorted(expected - seen)
+
+
+def test_reading_needs_no_network(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        for address in links_of(page).loads:
+            assert not address.startswith(("http:", "https:", "//")), f"{page.name} loads {address}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+
+
+def test_every_algorithm_is_in_the_menu(site: Path) -> None:
+    menu = links_of(site / "index.html").links
+    for algorithm in all_algorithms():
+        assert f"algorithms/{algorithm}.html" in {unquote(link) for link in menu}
+
+
+def test_everything_coterie_offers_is_in_the_reference(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    for offered in coterie.__all__:
+        home = coterie._HOME.get(offered)
+        assert (f'id="{home}.{offered}"' if home else f"coterie.{offered}") in page, offered
+
+
+# The pages of the algorithms
+
+
+@pytest.mark.parametrize("algorithm", all_algorithms())
+def test_a_page_says_what_it_must(algorithm: str) -> None:
+    text = (DOCS / "algorithms" / f"{algorithm}.md").read_text(encoding="utf-8")
+    for part in (
+        "**Symbols.**",
+        "ommunicated.**",
+        "**Defaults.**",
+        "**Source.**",
+        "Deviations",
+        "**Curve.**",
+    ):
+        assert part in text, f"{algorithm}.md lacks {part}"
+    assert re.search(r"^    .*(←|<-|=)", text, flags=re.MULTILINE) or "**Update.**" in text
+    picture = DOCS / "algorithms" / "curves" / f"{algorithm}.svg"
+    assert f"](curves/{algorithm}.svg)" in text and picture.stat().st_size < 5_000
+    drawn = picture.read_text(encoding="utf-8")
+    assert f"<title>{algorithm}: " in drawn and drawn.count("<polyline") == (
+        2 if algorithm in ("local", "fedavg") else 3
+    )
+
+
+def test_the_table_of_algorithms_shows_where_the_curves_end() -> None:
+    table = (DOCS / "algorithms" / "index.md").read_text(encoding="utf-8")
+    for algorithm in all_algorithms():
+        drawn = (DOCS / "algorithms" / "curves" / f"{algorithm}.svg").read_text(encoding="utf-8")
+        end = re.search(r" to (\d\.\d\d); with", drawn)
+        assert end and re.search(
+            rf"^\| \[{re.escape(algorithm)}\].*\| {end[1]} \|$", table, flags=re.MULTILINE
+        ), algorithm
+
+
+def drawing() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("curves", DOCS / "curves.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("algorithm", ["ditto", "ifca"])
+def test_a_curve_is_that_of_a_run(algorithm: str) -> None:
+    """Drawn anew, the curve is where it was, within a pixel."""
+    curves = drawing()
+    points = re.compile(r'stroke="#2f7fd0".*points="(.*)"')
+    kept = points.search((DOCS / "algorithms" / "curves" / f"{algorithm}.svg").read_text(encoding="utf-8"))
+    drawn = points.search(curves.draw(algorithm))
+    assert kept and drawn
+    for old, new in zip(kept[1].split(), drawn[1].split(), strict=True):
+        pairs = zip(old.split(","), new.split(","), strict=True)
+        assert all(abs(float(a) - float(b)) <= 1 for a, b in pairs)
+
+
+# Notebooks
+
+
+def test_notebooks_are_kept_without_outputs() -> None:
+    assert len(NOTEBOOKS) >= 3
+    for path in NOTEBOOKS:
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    printed = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
+    assert len(printed) >= 2
