@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,5 +75,7 @@ def process(
         try:
             running.wait(STOPS_WITHIN)
         except subprocess.TimeoutExpired:
-            running.kill()
-            running.wait()
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)  # and what it has started
+        running.wait()

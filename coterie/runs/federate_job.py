@@ -17,6 +17,7 @@ from coterie.errors import CoterieError
 from coterie.runs import files
 from coterie.runs.assemble import Assembly, Wishes, connect, survey
 from coterie.runs.fit import fit, resume
+from coterie.runtime import keys
 from coterie.runtime.post import Desk
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Request:
         return cls(**files.read_json(job / REQUEST))
 
     def write(self, job: Path) -> None:
+        keys.private_folder(job)
         files.write_json(job / REQUEST, {**vars(self), "run": self.run or secrets.token_hex(16)})
 
 

@@ -85,7 +85,7 @@ class Live:
         self.start("server", words)
         federate.wait_for_port("127.0.0.1", self.folder.port, PATIENCE)
 
-    def start_node(self, name: str) -> None:
+    def start_node(self, name: str, *more: str) -> None:
         from coterie.runs import federate
 
         place = self.folder.path / "nodes" / name
@@ -93,7 +93,7 @@ class Live:
         words += ["--server", f"127.0.0.1:{self.folder.port}"]
         if len(HOLDS[name]) == 1:
             words += ["--client", client(HOLDS[name][0])]
-        self.start(name, words)
+        self.start(name, [*words, *more])
 
     def start_shard(self, name: str) -> None:
         """A node whose table says who its many clients are."""
@@ -111,7 +111,7 @@ class Live:
         self.processes[name] = self.stack.enter_context(process(words, log, environment))
 
     def kill(self, name: str, how: int = signal.SIGKILL) -> None:
-        self.processes[name].send_signal(how)
+        os.killpg(self.processes[name].pid, how)
         if how == signal.SIGKILL:
             self.processes[name].wait()
 

@@ -111,12 +111,28 @@ def test_a_round_is_quick_after_the_first(live: Live) -> None:
     assert seconds < 2.0
 
 
+def test_flowers_own_supernode_gives_the_same(live: Live) -> None:
+    """One node of three is Flower's SuperNode, which starts a process for every message."""
+    live.kill("n2", signal.SIGTERM)  # signs out, as Flower's own cannot do for a node that was killed
+    live.processes["n2"].wait()
+    live.start_node("n2", "--stock")
+    try:
+        algorithm = make("ditto", lr=0.1, batch=4)
+        job = live.job("stock", algorithm, 2, deadline=120.0)
+        live.run(job)
+        assert live.result(job)["left_out"] == []
+        same(live, job, fit(live.local(), algorithm, 2, evaluate_every=0), ("n0", "n1", "n2"))
+    finally:
+        live.kill("n2")
+        live.start_node("n2")
+
+
 def test_run_is_left_by_ctrl_c_and_attach_follows(live: Live, until: Any) -> None:
     from coterie.runs import federate
 
     folder = live.folder.path
     words = federate.command("federate", "run", folder, "--algorithm", "fedavg", "--rounds", 12)
-    words += ["--name", "left", "--deadline", "20"]
+    words += ["--name", "left", "--deadline", "20", "--evaluate-every", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     job = folder / "jobs" / "left"
     until(lambda: federate.progress(job).get("round", 0) >= 2)
