@@ -28,7 +28,12 @@ BESIDE = ["ditto", "rtfa", "ifca", "cobo", "auto"]
 
 
 def _table(path: str, client: str, target: str, drop: tuple[str, ...] = ()) -> Federation:
-    return Federation.from_table(shared_data(path), client=client, target=target, drop=list(drop))
+    """A shared table; rows whose target is missing are left out."""
+    import polars
+
+    frame = polars.read_csv(shared_data(path), infer_schema_length=None, null_values=["NA", ""])
+    kept = frame.filter(polars.col(target).is_not_null())
+    return Federation.from_table(kept, client=client, target=target, drop=list(drop))
 
 
 def _clusters() -> Federation:
