@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
 
 from coterie import models
 from coterie.algorithms.base import Algorithm
@@ -16,219 +18,259 @@ from coterie.algorithms.local import Local
 from coterie.algorithms.maml_fl import MamlFL
 from coterie.algorithms.pfedme import PFedMe
 from coterie.algorithms.rtfa import RTFA
-from coterie.data.clients import Clients
-from coterie.data.leaf_files import LETTERS, leaf
-from coterie.data.xml_texts import plays
-from coterie.errors import SettingError
 from coterie.federation.federation import Federation
-from coterie.federation.randomness import key, permutation
 from coterie.federation.state import State
-from coterie.models.network import seeded
-from coterie.runs.experiments import Experiment, Table, shared_data
+from coterie.runs.experiments import Experiment, Table
+from coterie.runs.trunks import Features, Source, features
 
 METHODS = ("local", "fedavg", "ftfa", "rtfa", "maml-fl", "pfedme")
-RATES = (0.1, 0.3)  # local step sizes of FedAvg and MAML-FL
-TUNING = (0.01, 0.03, 0.1)  # step sizes at home
-EPOCHS = (0, 1, 2, 5, 10, 20)  # of the figure on personalisation steps
+TUNED = ("ftfa", "rtfa", "maml-fl")
+RATES = (0.1, 0.3, 1.0)  # local step sizes of FedAvg and MAML-FL
+AT_HOME = (0.01, 0.03, 0.1, 0.3)  # step sizes at home
+PULLS = (0.01, 0.1, 1.0)  # of RTFA
+ALONE = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+PROXIMAL = ((0.05, 1.0), (0.05, 2.0), (0.005, 2.0))  # step size and beta of pFedMe, as the paper has them
+PROXIMAL_LARGER = ((0.15, 1.0), (0.5, 1.0))
+EPOCHS = (0, 1, 2, 5, 10, 20)  # of the figure on personalisation steps; for pFedMe, steps
 PAPER_EPOCHS = 10
 Curve = dict[int, float]
-Option = tuple[Algorithm, dict[int, State]]  # how a shared model is deployed, and the shared models by round
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a run is; the paper has 400 rounds, 20 clients a round, 20 steps of batch 32, 10 epochs at home."""
+    """How much is trained; the paper has 400 rounds, 20 clients a round, 20 steps of batch 32, 10 epochs at home."""
 
-    source: str
-    clients: int = 60
-    pretraining: int = 40
-    rows: int = 240
-    width: int = 48
-    epochs: int = 6  # of pretraining
     rounds: int = 400
     every: int = 50
     asked: int = 20
     steps: int = 20
+    trial: int = 50  # rounds after which validation rows choose the settings
+    repeats: int = 2  # seeds, and splits
+
+
+@dataclass(frozen=True)
+class Found:
+    """One repeat: test accuracy in percent along the rounds, and after so many epochs at home."""
+
+    curves: dict[str, Curve]
+    steps: dict[str, Curve]
 
 
 def last_layer(experiment: Experiment, seed: int) -> Table:
     """Test accuracy in percent of every method along the rounds, the gains, and the claims of the paper.
 
-    The curve is FTFA's.
+    The trunk's features are computed once. Settings are chosen on the first split and seed; then the first split is
+    learned with every seed, and every split with the first seed. The curve is FTFA's.
     """
     settings: dict[str, Any] = dict(experiment.plans[0].settings)
-    size = Size(**{**settings, "rounds": min(settings.get("rounds", 400), experiment.plans[0].rounds)})
-    fed, chance = _federation(size, seed)
-    curves, steps = _curves(fed, size)
-    found: Table = {"commonest class": chance}
-    found |= {f"{name} above the commonest class": curves[name][size.rounds] - chance for name in METHODS}
-    for name, curve in curves.items():
-        found[name] = curve[size.rounds]
-        found |= {f"{name} at {t}": value for t, value in curve.items()}
-    found |= {f"ftfa after {epochs} epochs": value for epochs, value in steps.items()}
-    tuned = [found[name] for name in ("ftfa", "rtfa", "maml-fl")]
-    found["spread of ftfa, rtfa, maml-fl"] = max(tuned) - min(tuned)
-    found["lowest tuned minus fedavg"] = min(tuned) - found["fedavg"]
-    found["lowest tuned minus local"] = min(tuned) - found["local"]
-    found["lowest tuned minus pfedme"] = min(tuned) - found["pfedme"]
-    early = [curves[name][size.every] for name in ("ftfa", "rtfa", "maml-fl")]
-    found["early lead over pfedme"] = min(early) - curves["pfedme"][size.every]
-    found["gain from personalisation"] = steps[PAPER_EPOCHS] - steps[0]
-    places = list(curves["ftfa"])
-    found["curve"] = {
-        "split": "test",
-        "metric": "accuracy of FTFA",
-        "rounds": places,
-        "values": [curves["ftfa"][t] for t in places],
-    }
+    given = {name: settings.pop(name) for name in list(settings) if name in Size.__dataclass_fields__}
+    given["rounds"] = min(given.get("rounds", 400), experiment.plans[0].rounds)
+    size = Size(**given)
+    data = features(Source(**settings), seed)
+    first = _federation(data, 0, 0)
+    chosen = _chosen(first, size)
+    runs = {(0, 0): _learned(first, size, chosen)}
+    for k in range(1, size.repeats):
+        runs[0, k] = _learned(_federation(data, 0, k), size, chosen)
+        runs[k, 0] = _learned(_federation(data, k, 0), size, chosen)
+    found: Table = {"commonest class": data.commonest, **_summary(runs, size)}
+    found |= {f"{name} above the commonest class": found[name] - data.commonest for name in METHODS}
+    base = runs[0, 0]
+    found |= _with_larger_steps(first, size, base)
+    for name, algorithm in chosen.items():
+        wanted = ("lr", "tuning_lr", "lam", "beta")
+        found |= {f"{name} {key}": value for key, value in algorithm.settings().items() if key in wanted}
+    places = list(base.curves["ftfa"])
+    average = [float(np.mean([run.curves["ftfa"][t] for run in runs.values()])) for t in places]
+    found["curve"] = {"split": "test", "metric": "accuracy of FTFA", "rounds": places, "values": average}
+    found["plots"] = {"methods": _plot(runs)}
     return found
 
 
-def _curves(fed: Federation, size: Size) -> tuple[dict[str, Curve], Curve]:
-    """Every method's test accuracy along the rounds, at the settings that validation prefers at the end."""
-    share = min(1.0, size.asked / fed.n)
-    common: dict[str, Any] = {"steps": size.steps, "batch": 32, "participation": share}
-    averages = [_states(fed, FedAvg(lr=lr, **common), size) for lr in RATES]
-    mamls = [_states(fed, MamlFL(lr=lr, alpha=0.03, **common), size) for lr in RATES]
-    slow = [PFedMe(lr=lr, beta=beta, **common) for lr, beta in ((0.05, 1.0), (0.05, 2.0), (0.005, 2.0))]
-    options: dict[str, list[Option]] = {
-        "fedavg": [(FedAvg(**common), states) for states in averages],
-        "ftfa": [(FTFA(tuning_lr=a, **common), states) for a in TUNING for states in averages],
-        "rtfa": [(RTFA(tuning_lr=a, lam=0.1, **common), states) for a in TUNING for states in averages],
-        "maml-fl": [(MamlFL(tuning_lr=a, **common), states) for a in TUNING for states in mamls],
-        "pfedme": [(algorithm, _states(fed, algorithm, size)) for algorithm in slow],
+def _with_larger_steps(fed: Federation, size: Size, base: Found) -> Table:
+    """pFedMe with steps beyond the paper's grid, after a quarter of the rounds: is it slow, or are its steps small?"""
+    t = min(base.curves["ftfa"], key=lambda place: abs(place - size.rounds // 4))
+    larger = _best_of_pfedme(fed, size, PROXIMAL_LARGER)
+    reached = _accuracy(fed, larger, _states(fed, larger, t, t)[t], "test")
+    return {
+        "pfedme with larger steps, at a quarter": reached,
+        "pfedme, at a quarter": base.curves["pfedme"][t],
+        "lowest tuned minus pfedme with larger steps": min(base.curves[name][t] for name in TUNED) - reached,
     }
-    marks = list(averages[0])
-    curves = {"local": dict.fromkeys(marks, _alone(fed))}
-    best = {name: _chosen(fed, choices, marks[-1]) for name, choices in options.items()}
-    for name, (algorithm, states) in best.items():
-        curves[name] = {t: _accuracy(fed, algorithm, states[t], t, "test") for t in marks}
-    tuned, states = best["ftfa"]
-    last = marks[-1]
-    steps = {p: _accuracy(fed, tuned.replace(tuning_epochs=p), states[last], last, "test") for p in EPOCHS}
-    return {name: curves[name] for name in METHODS}, steps
 
 
-def _states(fed: Federation, algorithm: Algorithm, size: Size) -> dict[int, State]:
+def _summary(runs: dict[tuple[int, int], Found], size: Size) -> Table:
+    """Best, average and worst over the seeds and over the splits, the claims, and the gains at home."""
+    groups = {
+        "seeds": [run for (split, _), run in runs.items() if split == 0],
+        "splits": [run for (_, draw), run in runs.items() if draw == 0],
+    }
+    everything, last, early = list(runs.values()), size.rounds, min(next(iter(runs.values())).curves["ftfa"])
+    found: Table = {}
+    for name in METHODS:
+        found[name] = float(np.mean([run.curves[name][last] for run in everything]))
+        for t in everything[0].curves[name]:
+            found[f"{name} at {t}"] = float(np.mean([run.curves[name][t] for run in everything]))
+        for word, group in groups.items():
+            ends = [run.curves[name][last] for run in group]
+            found |= {
+                f"{name}, best over {word}": max(ends),
+                f"{name}, average over {word}": float(np.mean(ends)),
+                f"{name}, worst over {word}": min(ends),
+            }
+    for name in everything[0].steps:
+        for epochs in EPOCHS:
+            found[f"{name} after {epochs} epochs"] = float(
+                np.mean([run.steps[name][epochs] for run in everything])
+            )
+        gains = [run.steps[name][PAPER_EPOCHS] - run.steps[name][0] for run in everything]
+        found[f"gain of {name}"], found[f"lowest gain of {name}"] = float(np.mean(gains)), min(gains)
+        found[f"best gain of {name}"] = (
+            max(found[f"{name} after {epochs} epochs"] for epochs in EPOCHS)
+            - (found[f"{name} after 0 epochs"])
+        )
+    claims: dict[str, list[float]] = {"spread of ftfa, rtfa, maml-fl": [], "early lead over pfedme": []}
+    claims |= {f"lowest tuned minus {name}": [] for name in ("fedavg", "local", "pfedme")}
+    for run in everything:
+        ends = [run.curves[name][last] for name in TUNED]
+        claims["spread of ftfa, rtfa, maml-fl"].append(max(ends) - min(ends))
+        claims["early lead over pfedme"].append(
+            min(run.curves[name][early] for name in TUNED) - run.curves["pfedme"][early]
+        )
+        for name in ("fedavg", "local", "pfedme"):
+            claims[f"lowest tuned minus {name}"].append(min(ends) - run.curves[name][last])
+    for claim, values in claims.items():
+        found[claim] = float(np.mean(values))
+        found[f"{claim}, standard deviation"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return found
+
+
+def _learned(fed: Federation, size: Size, chosen: dict[str, Algorithm]) -> Found:
+    """Every method with its settings; those that share FedAvg's training run use it together."""
+    trained: dict[Algorithm, dict[int, State]] = {}
+
+    def states(algorithm: Algorithm) -> dict[int, State]:
+        kind = _trainer(algorithm)
+        if kind not in trained:
+            trained[kind] = _states(fed, kind, size.rounds, size.every)
+        return trained[kind]
+
+    curves, steps = {}, {}
+    marks = list(states(chosen["fedavg"]))
+    curves["local"] = dict.fromkeys(marks, _alone(fed, chosen["local"], "test"))
+    for name in METHODS[1:]:
+        algorithm = chosen[name]
+        curves[name] = {t: _accuracy(fed, algorithm, state, "test") for t, state in states(algorithm).items()}
+        if name != "fedavg":
+            last = states(algorithm)[marks[-1]]
+            steps[name] = {p: _accuracy(fed, _tuned_for(algorithm, p), last, "test") for p in EPOCHS}
+    return Found({name: curves[name] for name in METHODS}, steps)
+
+
+def _chosen(fed: Federation, size: Size) -> dict[str, Algorithm]:
+    """The settings of every method with the best validation accuracy after a short training run."""
+    common: dict[str, Any] = {"steps": size.steps, "batch": 32, "participation": min(1.0, size.asked / fed.n)}
+    trial = min(size.trial, size.rounds)
+
+    def ends(algorithms: list[Algorithm]) -> dict[Algorithm, State]:
+        return {a: _states(fed, a, trial, trial)[trial] for a in algorithms}
+
+    def best(options: Sequence[tuple[Algorithm, State]]) -> Algorithm:
+        return max(options, key=lambda option: _accuracy(fed, option[0], option[1], "validation"))[0]
+
+    averages = ends([FedAvg(lr=lr, **common) for lr in RATES])
+    mamls = ends([_trainer(MamlFL(lr=lr, alpha=0.03, **common)) for lr in RATES])
+    tuned = [(FTFA(lr=a.lr, tuning_lr=r, **common), s) for (a, s), r in product(averages.items(), AT_HOME)]  # type: ignore[attr-defined]
+    ftfa = best(tuned)
+    base = averages[FedAvg(lr=ftfa.lr, **common)]  # type: ignore[attr-defined]
+    held = [(RTFA(lr=ftfa.lr, tuning_lr=r, lam=lam, **common), base) for r, lam in product(AT_HOME, PULLS)]  # type: ignore[attr-defined]
+    local = [Local(lr=lr, steps=int(10 * -(-float(fed.sizes.mean()) // 32)), batch=32) for lr in ALONE]
+    return {
+        "local": max(local, key=lambda algorithm: _alone(fed, algorithm, "validation")),
+        "fedavg": best(list(averages.items())),
+        "ftfa": ftfa,
+        "rtfa": best(held),
+        "maml-fl": best([(a.replace(tuning_lr=r), s) for (a, s), r in product(mamls.items(), AT_HOME)]),
+        "pfedme": _best_of_pfedme(fed, size, PROXIMAL),
+    }
+
+
+def _best_of_pfedme(fed: Federation, size: Size, pairs: tuple[tuple[float, float], ...]) -> Algorithm:
+    trial, share = min(size.trial, size.rounds), min(1.0, size.asked / fed.n)
+    options: list[Algorithm] = [
+        PFedMe(lr=lr, beta=beta, steps=size.steps, batch=32, participation=share) for lr, beta in pairs
+    ]
+    return max(options, key=lambda a: _accuracy(fed, a, _states(fed, a, trial, trial)[trial], "validation"))
+
+
+def _trainer(algorithm: Algorithm) -> Algorithm:
+    """The method without what happens at home, which decides the training run."""
+    if type(algorithm) in (FTFA, RTFA):
+        wanted = FedAvg.__dataclass_fields__
+        return FedAvg(**{name: value for name, value in algorithm.settings().items() if name in wanted})
+    return algorithm.replace(tuning_lr=AT_HOME[0]) if isinstance(algorithm, MamlFL) else algorithm
+
+
+def _tuned_for(algorithm: Algorithm, epochs: int) -> Algorithm:
+    """The method with so many epochs at home (pFedMe: steps); none is the shared model."""
+    if not isinstance(algorithm, PFedMe):
+        return algorithm.replace(tuning_epochs=epochs)
+    return algorithm.replace(inner_steps=epochs) if epochs else FedAvg(batch=32)
+
+
+def _states(fed: Federation, algorithm: Algorithm, rounds: int, every: int) -> dict[int, State]:
     """The server's state every so many rounds of one training run."""
     fed = fed.fresh()
     fed.enter_round(0, None)
     state, found = algorithm.start(fed), {}
-    for t in range(1, size.rounds + 1):
+    for t in range(1, rounds + 1):
         fed.enter_round(t, state)
         state = algorithm.round(fed, state, t)
-        if t % size.every == 0 or t == size.rounds:
+        if t % every == 0 or t == rounds:
             found[t] = state
     return found
 
 
-def _alone(fed: Federation) -> float:
-    """Ten epochs of local training, at the step size that validation prefers."""
-    best, score = 0.0, -1.0
-    for lr in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0):
-        algorithm, trial = (
-            Local(lr=lr, steps=int(10 * -(-float(fed.sizes.mean()) // 32)), batch=32),
-            fed.fresh(),
-        )
-        trial.enter_round(0, None)
-        state = algorithm.start(trial)
-        trial.enter_round(1, state)
-        state = algorithm.round(trial, state, 1)
-        validation = 100 * float(trial.evaluate(algorithm, state, "validation")["accuracy"].nanmean())
-        if validation > score:
-            best, score = (
-                100 * float(trial.evaluate(algorithm, state, "test")["accuracy"].nanmean()),
-                validation,
-            )
-    return best
+def _alone(fed: Federation, algorithm: Algorithm, split: str) -> float:
+    """Accuracy after one round of local training."""
+    trial = fed.fresh()
+    trial.enter_round(0, None)
+    state = algorithm.start(trial)
+    trial.enter_round(1, state)
+    state = algorithm.round(trial, state, 1)
+    return _percent(trial, algorithm, state, split)
 
 
-def _chosen(fed: Federation, options: list[Option], t: int) -> Option:
-    """The setting with the best validation accuracy at round t."""
-    if len(options) == 1:
-        return options[0]
-    return max(options, key=lambda option: _accuracy(fed, option[0], option[1][t], t, "validation"))
+def _accuracy(fed: Federation, algorithm: Algorithm, state: State, split: str) -> float:
+    fed = fed.fresh()
+    fed.enter_round(0, state)
+    return _percent(fed, algorithm, state, split)
 
 
-def _accuracy(fed: Federation, algorithm: Algorithm, state: State, t: int, split: str) -> float:
-    """Percent, mean over clients."""
-    fed.enter_round(t, state)
+def _percent(fed: Federation, algorithm: Algorithm, state: State, split: str) -> float:
     return 100 * float(fed.evaluate(algorithm, state, split)["accuracy"].nanmean())
 
 
-def _federation(size: Size, seed: int) -> tuple[Federation, float]:
-    """Clients whose inputs are the features of a trunk that other clients have trained."""
-    clients, classes = _read(size)
-    if len(clients) < size.clients + size.pretraining:
-        raise SettingError(f"{len(clients)} clients; {size.clients + size.pretraining} are asked for")
-    order = permutation(key(seed, "held-out clients"), len(clients)).tolist()
-    held, ours = order[: size.pretraining], order[size.pretraining :][: size.clients]
-    trunk = _pretrained(size, [clients.xs[k] for k in held], [clients.ys[k] for k in held], classes, seed)
-    features = [_apply(trunk, clients.xs[k]) for k in [*held, *ours]]
-    known = torch.cat(features[: len(held)])
-    mean, scale = known.mean(0), known.std(0).clamp_min(1e-3)
-    xs = [(part - mean) / scale / known.shape[1] ** 0.25 for part in features[len(held) :]]
-    ys = [clients.ys[k] for k in ours]
-    head = models.softmax(intercept=True, classes=classes)
-    fed = Federation.from_arrays(xs, ys, head, split=(0.6, 0.2, 0.2), seed=seed, dtype=torch.float32)
-    commonest = torch.cat(ys).bincount().max() / sum(map(len, ys))
-    return fed, 100 * float(commonest)
+def _federation(data: Features, split: int, draw: int) -> Federation:
+    """The clients with their rows split one way, and everything else drawn another."""
+    head = models.softmax(intercept=True, classes=data.classes)
+    fed = Federation.from_arrays(
+        data.xs, data.ys, head, split=(0.6, 0.2, 0.2), seed=split, dtype=torch.float32
+    )
+    return fed.fresh(seed=draw)
 
 
-def _read(size: Size) -> tuple[Clients, int]:
-    wanted = size.clients + size.pretraining
-    if size.source == "femnist":
-        path = shared_data("femnist/arakotom_flic.tar.xz")
-        found = leaf(path, max_clients=wanted)
-        xs, ys = [x[: size.rows] for x in found.xs], [y[: size.rows] for y in found.ys]
-        return Clients(xs, ys, found.names), 62
-    if size.source == "shakespeare":
-        path = shared_data("shakespeare.tar.xz")
-        return plays(path, max_rows=size.rows, max_clients=wanted), len(LETTERS) + 1
-    raise SettingError(f"source = {size.source!r}; it is 'femnist' or 'shakespeare'")
+def _plot(runs: dict[tuple[int, int], Found]) -> Table:
+    """Accuracy over the rounds and over the epochs at home, mean of the repeats."""
 
+    def mean(curves: list[Curve]) -> list[list[float]]:
+        return [list(curves[0]), [float(np.mean([curve[t] for curve in curves])) for t in curves[0]]]
 
-class _Convolutions(nn.Module):
-    """28 x 28 images to features."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten()
-        )
-        self.out = nn.Sequential(nn.Linear(32 * 5 * 5, width), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.body(1.0 - x))
-
-
-class _Recurrent(nn.Module):
-    """Letters to the last state of an LSTM."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.letters = nn.Embedding(len(LETTERS) + 1, 16)
-        self.memory = nn.LSTM(16, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.memory(self.letters(x))[0][:, -1]
-
-
-def _pretrained(size: Size, xs: list[Tensor], ys: list[Tensor], classes: int, seed: int) -> nn.Module:
-    """A trunk trained with a head of its own on the pooled rows of held-out clients (Adam)."""
-    kind = _Convolutions if size.source == "femnist" else _Recurrent
-    trunk = seeded(lambda: kind(size.width), seed)
-    network = nn.Sequential(trunk, seeded(lambda: nn.Linear(size.width, classes), seed))
-    x, y = torch.cat(xs), torch.cat(ys)
-    optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
-    for epoch in range(size.epochs):
-        for rows in permutation(key(seed, "pretraining", epoch), len(x)).split(64):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(network(x[rows]), y[rows]).backward()
-            optimiser.step()
-    return trunk
-
-
-def _apply(trunk: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return trunk(x)
+    every = list(runs.values())
+    panels = [
+        {"x": "rounds", "y": "test accuracy (%)", "log": False},
+        {"x": "epochs at home (pFedMe: steps)", "y": "test accuracy (%)", "log": False},
+    ]
+    panels[0]["curves"] = {name: mean([run.curves[name] for run in every]) for name in METHODS}
+    panels[1]["curves"] = {name: mean([run.steps[name] for run in every]) for name in every[0].steps}
+    return {"title": "The last layer of a pretrained network", "panels": panels}

@@ -305,7 +305,9 @@ def _changes(
     columns = require_head(fed.model).columns
     n, near, far, s2 = (float(value.median()) for value in (found.rows, r2, rho2, noise))
     lines = []
-    if not clear:
+    if not clear and not found.exact:
+        lines.append("More clients, or more rows each, would show whether sharing helps.")
+    elif not clear:
         needed = fed.n * (CLEAR * found.doubt / max(abs(found.support), 1e-300)) ** 2
         lines.append(
             f"About {2 * needed:.0f} clients like these would show whether sharing helps."

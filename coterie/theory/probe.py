@@ -54,7 +54,15 @@ def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
     if best == advice.method or best not in losses:
         return dataclasses.replace(advice, **changes)
     if gap > CERTAIN * error:
-        why.append(f"The probe is certain that {best} is better than {advice.method}, and decides.")
+        why.append(
+            f"In the probe {best} beats {advice.method} by more than two standard errors between clients, "
+            "so it is preferred, for all clients."
+        )
+        changes["change"] = [
+            f"The probe decides on {int(fed.rows['validation'].sum())} validation rows of {fed.n} clients; more of "
+            "them, or a longer probe (--probe), could still change it."
+        ]
+        changes |= {"methods": [best] * fed.n, "lams": torch.full((fed.n,), candidates[best] or math.nan)}
         return dataclasses.replace(advice, method=best, lam=candidates[best], **changes)
     why.append(f"The probe leans to {best}, within its uncertainty.")
     relative = gap / max(float(losses[best].nanmean()), 1e-300)

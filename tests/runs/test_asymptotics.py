@@ -44,8 +44,16 @@ def test_last_layer_measures_every_method_and_claim():
         shared_data("shakespeare.tar.xz")
     except DataError:
         pytest.skip("needs shakespeare.tar.xz of ../shared/data")
-    size = {"clients": 6, "pretraining": 4, "rows": 60, "width": 8, "epochs": 1, "rounds": 2, "every": 1}
+    size = {"clients": 6, "pretraining": 4, "rows": 60, "width": 8, "epochs": 1}
+    size |= {"rounds": 2, "every": 1, "trial": 1, "repeats": 2}
     experiment = small("asymptotics/last-layer", "shakespeare", **size)
     found = last_layer(experiment, 0)
     assert all(0 <= found[name] <= 100 for name in METHODS)
     assert {row.metric for row in load("asymptotics/last-layer").rows} <= found.keys()
+    for word in ("seeds", "splits"):
+        worst, average, best = (found[f"ftfa, {rank} over {word}"] for rank in ("worst", "average", "best"))
+        assert worst <= average <= best
+    assert found["ftfa after 0 epochs"] == pytest.approx(
+        found["fedavg"] if found["fedavg lr"] == found["ftfa lr"] else found["ftfa after 0 epochs"]
+    )
+    assert {len(panel["curves"]) for panel in found["plots"]["methods"]["panels"]} == {6, 4}
