@@ -244,6 +244,33 @@ def test_commands_are_found_and_reasons_are_given() -> None:
             assert test and (ROOT / test[0]).exists(), f"name the test that runs it instead: {reason}"
 
 
+def mentioned(text: str) -> Iterator[str]:
+    """Commands anywhere on a page, also those in the middle of a sentence and those that are not run."""
+    for span in re.findall(r"`(coterie [^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        yield " ".join(span.split())
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.strip().startswith("coterie "):
+            yield line.partition(" #")[0].strip()
+
+
+def test_commands_that_are_mentioned_exist() -> None:
+    """Whatever a page calls a command is one, and takes the options shown."""
+    import typer.main
+
+    from coterie.cli import app
+
+    for page in [ROOT / "README.md", *PAGES]:
+        for text in mentioned(page.read_text(encoding="utf-8")):
+            at: Any = typer.main.get_command(app)
+            words = text.split()[1:]
+            while hasattr(at, "commands") and words and not words[0].startswith("-"):
+                assert words[0] in at.commands, f"{page.name}: no command in `{text}`"
+                at = at.commands[words.pop(0)]
+            known = {option for parameter in at.params for option in parameter.opts} | {"--help"}
+            shown = {word.strip("[],") for word in words if word.startswith("--")}
+            assert shown <= known, f"{page.name}: `{text}` has no {sorted(shown - known)}"
+
+
 # The site
 
 
