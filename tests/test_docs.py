@@ -127,7 +127,7 @@ def clients(count: int) -> tuple[list[Any], list[Any]]:
     import torch
 
     draw = torch.Generator().manual_seed(0)
-    xs = [torch.randn(20, 2, generator=draw, dtype=torch.float64) for _ in range(count)]
+    xs = [torch.randn(20, 2, generator=draw) for _ in range(count)]
     return xs, [(x[:, 0] > 0).long() for x in xs]
 
 

@@ -143,7 +143,7 @@ class Survey(Algorithm):
 
     def slope(self, client: Client, x: Tensor) -> dict[str, Tensor]:
         head = require_head(client.model)
-        if head is client.model:
+        if head is client.model and client.initial_model().dtype == x.dtype:
             return {"grad": client.full_grad(x), "loss": client.loss(x)}
 
         def both(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
