@@ -132,7 +132,9 @@ def test_a_network_that_chose_by_measuring_repeats_its_choice_when_resumed(tmp_p
     _, note = files.read_tensors(tmp_path / "run" / "checkpoint" / pointer["file"])
     assert note["decisions"] == fed.model.decisions and note["decisions"]
     again = federation((20, 30), model=models.mlp(hidden=(4,)), split=SPLIT)
-    opposite = {key: {"looped": "stacked", "stacked": "looped"}[way] for key, way in note["decisions"].items()}
+    opposite = {
+        key: {"looped": "stacked", "stacked": "looped"}[way] for key, way in note["decisions"].items()
+    }
     again.model.decisions.update(opposite)
     resume(tmp_path / "run", again)
     assert {key: again.model.decisions[key] for key in note["decisions"]} == note["decisions"]
