@@ -6,6 +6,7 @@ import torch
 from coterie import Federation, fit, models
 from coterie.algorithms import FTFA, RTFA, FedAvg, FineTuned, Local, MamlFL, PFedMe
 from coterie.data import generate
+from coterie.data.rows import Rows
 from coterie.errors import SettingError
 from coterie.federation import randomness
 from coterie.theory import filters
@@ -200,3 +201,19 @@ def test_maml_trains_a_network():
         for kind in ("exact", "free")
     ]
     assert torch.allclose(runs[0].state.x, runs[1].state.x, atol=1e-4)
+
+
+def test_a_minibatch_that_is_looked_at_again_is_drawn_once(monkeypatch):
+    drawn, draw = [], Rows.minibatch
+
+    def counted(self, at, keys, batch):
+        drawn.append(batch)
+        return draw(self, at, keys, batch)
+
+    monkeypatch.setattr(Rows, "minibatch", counted)
+    fed = federation()
+    fit(fed, PFedMe(steps=4, inner_steps=5, batch=2), rounds=1, evaluate_every=0)
+    assert len(drawn) == 4
+    drawn.clear()
+    fit(fed, MamlFL(steps=4, batch=2, tuning_epochs=0), rounds=1, evaluate_every=0)
+    assert len(drawn) == 12  # a step, one from the place looked ahead, and a pair for the difference

@@ -84,7 +84,7 @@ def test_homogeneous_clients_get_nearly_the_best_lambda():
     [
         (0.15, 0.01, {}),
         (0.35, 0.02, {"r2": 0.05}),
-        (0.7, 0.07, {"spread": 1.0, "row_spread": 0.5}),  # the reference has 0.6; measured 0.63, regret 0.045
+        (0.6, 0.07, {"spread": 1.0, "row_spread": 0.5}),
         (math.inf, 0.10, {"covariance": "power", "aligned": True}),
     ],
     ids=["alike", "nearly identical", "spread", "aligned"],
