@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all e2e browser lint format bench docs lock clean
+.PHONY: demo test test-all e2e browser lint format bench docs docs-test lock clean
 
 demo: $(READY)
 	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -35,6 +35,10 @@ format: $(READY)
 # The documentation, in site/index.html; warnings are errors, and nothing is fetched.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Every command, snippet and notebook of the documentation is run.
+docs-test: $(READY)
+	$(BIN)/pytest -n 2 -m slow tests/test_docs.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
