@@ -122,7 +122,7 @@ def test_a_few_random_worlds(kind):
 
 
 BARS = {"exact": 0.75, "within": 0.82, "federation": 0.90}
-MEASURED = {
+FLOORS = {  # wide and few do not reach all bars (docs/advisor.md): these keep what was measured
     "even": BARS,
     "middling": BARS,
     "wide": {**BARS, "exact": 0.74, "federation": 0.85},
@@ -131,11 +131,11 @@ MEASURED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MEASURED)
+@pytest.mark.parametrize("kind", FLOORS)
 def test_eighty_random_worlds(kind):
     found = summary(kind, range(5000, 5080))
     print(kind, {name: round(value, 3) for name, value in found.items()})
-    assert all(found[name] >= bar for name, bar in MEASURED[kind].items()), found
+    assert all(found[name] >= bar for name, bar in FLOORS[kind].items()), found
     assert found["log_excess"] <= 0.06
     assert found["three_clear"] >= 0.88
 
