@@ -233,7 +233,14 @@
       dragmode: narrow ? false : "zoom",
     }, layout);
   };
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  // Where nothing can hover the buttons would lie on the chart all the time.
+  const displayModeBar = matchMedia("(hover: hover)").matches ? "hover" : false;
+  const config = {
+    responsive: true,
+    displaylogo: false,
+    displayModeBar,
+    modeBarButtonsToRemove: ["lasso2d", "select2d"],
+  };
   const drawn = new Set();
   const draw = (place) => {
     const known = tokens();
