@@ -199,6 +199,7 @@ class Race:
     def __init__(self, fed: Federation, rounds: int, budget_mb: float | None, watch: Watch | None) -> None:
         self.fed, self.rounds, self.budget_mb, self.watch = fed, rounds, budget_mb, watch
         self.everybody: list[Contestant] = []
+        self.finalists: list[Contestant] = []
         self.refused: list[str] = []
 
     def enter(self, field_: list[Algorithm]) -> None:
@@ -225,6 +226,7 @@ class Race:
                 contestant.advance(stop)
             if heat < HEATS - 1:
                 left = self._best_of(left, math.ceil(len(left) / THIN))
+        self.finalists = left
         return self._winner(left)
 
     def _exhausted(self) -> bool:
@@ -255,11 +257,9 @@ class Race:
         return best
 
     def alone(self) -> Contestant | None:
-        """The best settings of training alone that went all the way."""
+        """The best settings of training alone in the last heat."""
         return min(
-            (c for c in self.everybody if c.algorithm.name == "local" and c.progress.round == self.rounds),
-            key=lambda c: c.loss,
-            default=None,
+            (c for c in self.finalists if c.algorithm.name == "local"), key=lambda c: c.loss, default=None
         )
 
     def rows(self, winner: Contestant) -> list[dict[str, Any]]:
@@ -293,16 +293,14 @@ def reasons(race: Race, winner: Contestant, advice: Advice | None) -> tuple[list
         f"Chosen: {_described(winner.algorithm)}, validation {metric} {_mean(winner.validation(metric)):.3g}"
     )
     alone = race.alone()
-    best = min((c for c in race.everybody if c.progress.round == race.rounds), key=lambda c: c.loss)
+    best = min(race.finalists, key=lambda c: c.loss)
     if best is not winner:
         lines.append(
             f"The lowest validation loss is that of {best.algorithm.name}, {best.loss:.4g}, but "
             f"{winner.algorithm.name} with {winner.loss:.4g} is simpler and as good as one can tell."
         )
     if winner.algorithm.name == "local" or alone is None:
-        others = [
-            c for c in race.everybody if c.algorithm.name != "local" and c.progress.round == race.rounds
-        ]
+        others = [c for c in race.finalists if c.algorithm.name != "local"]
         return [*lines, f"{said}: every client trains alone."], all(_clear(c, winner) for c in others)
     lines.append(f"{said} against {_mean(alone.validation(metric)):.3g} for training alone.")
     lines.append(_gains(race.fed.names, winner, alone, metric))
