@@ -388,4 +388,4 @@ def wait_for_port(host: str, port: int, limit: float) -> None:
 
 def command(*words: object) -> list[str]:
     """A coterie command for a process of its own."""
-    return [sys.executable, "-m", "coterie", *(str(word) for word in words)]
+    return [sys.executable, "-P", "-m", "coterie", *(str(word) for word in words)]

@@ -238,7 +238,7 @@ def _several(
 
 def _spawn(experiment: Experiment, job: Job, folder: Path, quick: bool, jobs: int) -> _Child:
     name = str(experiment.path) if experiment.path.stem == experiment.name else experiment.name
-    command = [sys.executable, "-m", "coterie.runs.experiments", name, "--out", str(folder)]
+    command = [sys.executable, "-P", "-m", "coterie.runs.experiments", name, "--out", str(folder)]
     command += ["--job", job[0].key, "--seed", str(job[1]), *(["--quick"] if quick else [])]
     threads = str(max(1, _cores() // jobs))
     settings = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

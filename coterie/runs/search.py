@@ -252,7 +252,7 @@ def _plain(value: Any) -> Any:
 def _in_parallel(
     study: optuna.Study, folder: Path, algorithm: Algorithm, trials: int, jobs: int, watch: Watch | None
 ) -> None:
-    command = [sys.executable, "-m", "coterie.runs.search", str(folder), str(trials)]
+    command = [sys.executable, "-P", "-m", "coterie.runs.search", str(folder), str(trials)]
     logs = [folder / f"worker-{k}.log" for k in range(jobs)]
     workers = []
     for k, log in enumerate(logs):

@@ -133,3 +133,10 @@ def test_the_page_on_security_has_every_method_and_what_it_sends():
         assert lines, f"docs/security.md does not say what {name} sends"
         for phase, (_, up) in make(name).traffic(10).items():
             assert not up or f"`{phase}`" in lines[0], f"docs/security.md: {name} sends {phase}"
+
+
+def test_files_in_the_current_folder_are_not_imported(tmp_path):
+    """A process of ours is not led astray by a module that happens to lie where it is started."""
+    (tmp_path / "typing.py").write_text("raise SystemExit('the wrong module')")
+    done = subprocess.run(federate.command("--version"), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
