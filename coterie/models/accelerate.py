@@ -16,29 +16,30 @@ from coterie.errors import SettingError
 PRECISIONS = ("full", "bf16")
 STREAMS = 4  # clients computed side by side; eight were no faster on an H200
 LARGEST = 8  # clients in one graph; the rest take further replays
+SHAPES = 8  # shapes of rows that get graphs; with more of them none is worth its own
 
 Gradient = Callable[..., Tensor]
 """(w [d], x [B, ...], y [B], weight [B]) -> gradient [d] of one client."""
 
 
-def mixed(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def computing_in(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Matrix products and convolutions in bfloat16 where asked for; parameters and sums keep their type."""
     if precision == "full":
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
-def fastest(ways: dict[str, Gradient], warm: bool, w: Tensor, *rows: Tensor) -> tuple[str, Tensor]:
+def fastest(ways: dict[str, Gradient], prepares: bool, w: Tensor, *rows: Tensor) -> tuple[str, Tensor]:
     """The name of the fastest of several ways to compute the same, and its result.
 
-    "looped" always works; another way that raises is out. `warm`: the first call of a way prepares it and does
+    "looped" always works; another way that raises is out. `prepares`: the first call of a way prepares it and does
     not count. Small differences are measured again.
     """
     ways["looped"](w[:1], *(part[:1] for part in rows))
     results, seconds = {}, {}
     for way, compute in ways.items():
         try:
-            if way != "looped" and warm:
+            if way != "looped" and prepares:
                 compute(w, *rows)
             seconds[way], results[way] = _timed(compute, w, *rows)
         except (RuntimeError, SettingError):
@@ -113,10 +114,19 @@ class Captured:
         self.shapes: dict[tuple[Any, ...], _Shape] = {}
 
     def __call__(self, w: Tensor, *rows: Tensor) -> Tensor:
-        key = (w.device, w.dtype, *((part.dtype, part.shape[1:]) for part in (w, *rows)))
-        if key not in self.shapes:
-            self.shapes[key] = _Shape(self.gradient, w, *rows)
-        return self.shapes[key](w, *rows)
+        shape = _shape(w, *rows)
+        if shape not in self.shapes:
+            self.shapes[shape] = _Shape(self.gradient, w, *rows)
+        return self.shapes[shape](w, *rows)
+
+    def takes(self, w: Tensor, *rows: Tensor) -> bool:
+        """Whether rows of this shape have graphs, or may still get some."""
+        return len(self.shapes) < SHAPES or _shape(w, *rows) in self.shapes
+
+
+def _shape(*inputs: Tensor) -> tuple[Any, ...]:
+    """What the graphs of one client depend on, however many clients there are."""
+    return (inputs[0].device, *((part.dtype, part.shape[1:]) for part in inputs))
 
 
 class _Shape:

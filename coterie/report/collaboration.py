@@ -127,7 +127,7 @@ def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray
     tree = linkage(squareform(distance, checks=False), "average")
     leaves = leaves_list(tree)
     groups = 0 if labels is None else len(np.unique(labels))
-    if labels is None or groups < 2 or (len(weights) > NODES and groups > NODES):
+    if labels is None or (len(weights) > NODES and not 2 <= groups <= NODES):
         few = min(8, max(1, round(math.sqrt(len(weights)))))
         labels = fcluster(tree, few, "maxclust") - 1
     place = np.empty(len(leaves), dtype=int)

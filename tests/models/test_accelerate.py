@@ -90,8 +90,26 @@ def test_the_fastest_way_is_found_and_ways_that_fail_are_out() -> None:
     assert name == "stacked" and torch.equal(result, torch.ones(2, 3))
 
 
+def test_graphs_are_made_for_a_few_shapes_whatever_the_number_of_clients(net) -> None:
+    captured = accelerate.Captured(lambda w, *rows: w)
+    made = [(*stack(net)[:1], torch.zeros(5, rows, 6)) for rows in range(1, accelerate.SHAPES + 2)]
+    for inputs in made[:-1]:
+        assert captured.takes(*inputs)
+        captured.shapes[accelerate._shape(*inputs)] = None  # type: ignore[assignment]
+    assert not captured.takes(*made[-1])
+    assert captured.takes(*(part[:2] for part in made[0]))
+
+
+def test_curvature_and_solutions_do_not_drown_in_rounding(net) -> None:
+    exact = replace(net, l2=0.5, stacked=True)
+    rough = replace(exact, precision="bf16")
+    w, *rows = stack(net, 2)
+    torch.testing.assert_close(rough.smoothness(w, *rows), exact.smoothness(w, *rows))
+    torch.testing.assert_close(rough.solve(w, *rows, tol=1e-4), exact.solve(w, *rows, tol=1e-4))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a GPU")
 def test_captured_gradients_have_the_bits_of_the_loop(net) -> None:
     for clients in (1, 3, 8, 21):
         inputs = tuple(part.cuda() for part in stack(net, clients))
-        assert torch.equal(net._captured(*inputs), net._gradients_looped(*inputs))
+        assert torch.equal(net._ways.captured(*inputs), net._ways.looped(*inputs))

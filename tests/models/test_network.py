@@ -12,6 +12,7 @@ from coterie import models
 from coterie.errors import DataError, SettingError
 from coterie.models.base import norm
 from coterie.models.network import Network
+from coterie.models.ways import Ways
 
 CLIENTS, ROWS = 3, 5
 
@@ -93,7 +94,7 @@ def test_stacked_is_looped_is_in_pieces(shared: bool, monkeypatch: pytest.Monkey
     cases = (("grad", (x, y, weight)), ("loss", (x, y, weight)), ("scores", (x,)))
     expected = [getattr(replace(model, stacked=False), method)(w, *inputs) for method, inputs in cases]
     for stacked, limit in ((True, 1000), (True, 2), (False, 2)):
-        monkeypatch.setattr(type(model), "_row_limit", lambda self, w, limit=limit: limit)
+        monkeypatch.setattr(Ways, "row_limit", lambda self, w, limit=limit: limit)
         for (method, inputs), value in zip(cases, expected, strict=True):
             ours = getattr(replace(model, stacked=stacked), method)(w, *inputs)
             assert ours.is_contiguous()
@@ -105,7 +106,7 @@ def test_memory_per_row_is_what_a_backward_pass_keeps() -> None:
     model, w, _ = stack(models.network(small), x, y)
     # kept: the row [4] in float32, tanh's output [6] (used by both tanh and the second layer)
     assert model._bytes_per_row == 4 * (4 + 6)
-    assert model._row_limit(w) == 2**30 // (8 * (4 + 6))
+    assert model._ways.row_limit(w) == 2**30 // (8 * (4 + 6))
 
 
 def test_auto_measures_once_per_scale_and_remembers() -> None:
