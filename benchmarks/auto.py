@@ -19,8 +19,9 @@ from coterie import models
 from coterie.data import generate, partition
 from coterie.federation.federation import Federation
 from coterie.models.metrics import HIGHER_IS_BETTER
-from coterie.runs.compare import compare, interval
+from coterie.runs.compare import compare
 from coterie.runs.experiments import shared_data
+from coterie.runs.history import interval
 from coterie.runs.jobs import digits
 
 SPLIT = (0.6, 0.2, 0.2)

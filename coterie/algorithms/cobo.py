@@ -13,13 +13,13 @@ from coterie.algorithms.base import Algorithm, setting
 from coterie.errors import NobodyAnswered
 from coterie.federation.client import Client
 from coterie.federation.federation import Federation
+from coterie.federation.ledger import PEERS
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
 from coterie.theory.collaboration import all_pairs, both_ends, laplacian, mixed, weight_quality
 from coterie.theory.simplex import onto_simplex
 
-PEERS = "client-client"
 SAMPLING = ("constant", "time", "mixed", "all")
 PAIR_ELEMENTS = 1 << 28  # midpoints that are sent out in one call
 USUAL_LR, USUAL_RHO = 0.05, 1.0

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from coterie.errors import NobodyAnswered
 from coterie.federation.federation import Federation
+from coterie.federation.ledger import PEERS
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
 from coterie.theory.threshold import Clustering
 
-PEERS = "client-client"
 Look = Callable[[Tensor, Tensor], Clustering]  # points [N, d] and starting weights [K, N] to what is found
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.algorithms.neighbours import PEERS, around_each, at_each, ball_quality, moved, strangers
+from coterie.algorithms.neighbours import around_each, at_each, ball_quality, moved, strangers
 from coterie.errors import NobodyAnswered
 from coterie.federation.client import Client
 from coterie.federation.federation import Federation
-from coterie.federation.ledger import INSIDE
+from coterie.federation.ledger import INSIDE, PEERS
 from coterie.federation.state import State
 from coterie.theory.sketch import PARTS, clustered_part
 from coterie.theory.threshold import REST, Clustering, make_rule, threshold_cluster

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import polars
 
 INSIDE = "inside"  # the link of what crosses no wire, which is not counted
+PEERS = "client-client"  # from one client to another
 COUNTS = ("messages_down", "floats_down", "bytes_down", "messages_up", "floats_up", "bytes_up")
 
 

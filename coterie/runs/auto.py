@@ -22,9 +22,9 @@ from coterie.federation.federation import Federation
 from coterie.models.glm import Glm
 from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
 from coterie.runs import files
-from coterie.runs.compare import interval
 from coterie.runs.fit import Contestant
 from coterie.runs.folder import RunFolder
+from coterie.runs.history import interval
 from coterie.runs.run import Run
 from coterie.runs.tune import candidates
 from coterie.theory.advisor import Advice, advise

@@ -18,9 +18,10 @@ from coterie.errors import DataError, SettingError
 from coterie.federation.federation import Federation
 from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
 from coterie.runs import files
+from coterie.runs.auto import EFFORT, choose
 from coterie.runs.fit import fit
 from coterie.runs.folder import RunFolder, environment
-from coterie.runs.history import mean_over_clients
+from coterie.runs.history import interval, mean_over_clients
 from coterie.runs.run import Run
 from coterie.runs.tune import candidates
 
@@ -130,19 +131,23 @@ def compare(
     federation with validation and test rows. Each method tries `budget` settings per seed and is scored at
     the settings and the round with the lowest mean validation loss. For tables each seed is another split.
     """
-    methods = _methods(algorithms)
     if seeds < 1 or rounds < 1 or budget < 1:
         raise SettingError(f"seeds, rounds and budget must be at least 1 (got {seeds}, {rounds}, {budget})")
+    entrants = _entrants(algorithms, budget)
     if out is not None:
         RunFolder.require_free(Path(out))
     trials: list[Trial] = []
-    tries = sum(_tries(method, budget) for method in methods)
-    meter = _Meter(watch, math.ceil(tries * seeds * rounds))
+    meter = _Meter(watch, seeds * sum(entrant.cost(rounds) for entrant in entrants))
     for seed, fed in enumerate(_federations(source, client, target, seeds, table)):
         if seed == 0:
-            _require_runnable(fed, methods)
-        for method in methods:
-            trials.append(_tuned(fed, method, seed, rounds, budget, meter))
+            for entrant in entrants:
+                entrant.check(fed)
+        for entrant in entrants:
+            run = entrant.best(fed, rounds, meter.watch(f"{entrant.name}, seed {seed}"))
+            meter.done += entrant.cost(rounds)
+            loss = mean_over_clients(run.score("validation", "loss"))
+            test = run.score_test()[main_metric(fed.model.task)]
+            trials.append(Trial(entrant.name, seed, run, loss, test))
     fed = trials[0].run.fed
     comparison = Comparison(
         metric=main_metric(fed.model.task),
@@ -157,37 +162,66 @@ def compare(
     return comparison
 
 
-def _methods(algorithms: Sequence[str | Algorithm]) -> list[Algorithm | str]:
-    """The baselines and what was asked for, each once, all names checked before anything runs."""
-    asked: list[Algorithm | str] = [
-        item if isinstance(item, Algorithm) or item == AUTO else find(item)()
-        for item in dict.fromkeys(algorithms)
-    ]
-    known = {_name(method) for method in asked}
-    if len(known) < len(asked):
-        raise SettingError(f"one method twice among {[_name(method) for method in asked]}; give each once")
-    return [*(find(name)() for name in BASELINES if name not in known), *asked]
+class Tuned:
+    """A method at the best, by validation loss, of the settings it declares."""
 
+    def __init__(self, method: Algorithm, budget: int) -> None:
+        self.name, self.method, self.settings = method.name, method, candidates(method, budget)
 
-def _name(method: Algorithm | str) -> str:
-    return method if isinstance(method, str) else method.name
+    def cost(self, rounds: int) -> int:
+        """Rounds that are trained in all."""
+        return len(self.settings) * rounds
 
-
-def _tries(method: Algorithm | str, budget: int) -> float:
-    """How many times the rounds of one run a method takes."""
-    from coterie.runs.auto import EFFORT
-
-    return EFFORT if isinstance(method, str) else len(candidates(method, budget))
-
-
-def _require_runnable(fed: Federation, methods: Sequence[Algorithm | str]) -> None:
-    """Let every method start once: one that cannot run here says so before the others have trained."""
-    for method in methods:
-        if isinstance(method, str):
-            continue
+    def check(self, fed: Federation) -> None:
+        """Start once: a method that cannot run here says so before the others have trained."""
         trial = fed.fresh()
         trial.enter_round(0, None)
-        method.start(trial)
+        self.method.start(trial)
+
+    def best(self, fed: Federation, rounds: int, watch: Watch) -> Run:
+        best: Run | None = None
+        lowest = math.inf
+        for k, candidate in enumerate(self.settings):
+
+            def step(t: int, _: int, before: int = k * rounds) -> None:
+                watch("", before + t, self.cost(rounds))
+
+            run = fit(fed, candidate, rounds, select="best", score_test=False, watch=step)
+            loss = mean_over_clients(run.score("validation", "loss"))
+            if best is None or loss < lowest or math.isnan(lowest):
+                best, lowest = run, loss
+        assert best is not None
+        return best
+
+
+class Raced:
+    """`auto`: the method and settings that a race of its own chooses."""
+
+    name = AUTO
+
+    def cost(self, rounds: int) -> int:
+        return math.ceil(EFFORT * rounds)
+
+    def check(self, fed: Federation) -> None:
+        """A race leaves out what cannot run here."""
+
+    def best(self, fed: Federation, rounds: int, watch: Watch) -> Run:
+        return choose(fed, rounds, watch=watch).run
+
+
+def _entrants(algorithms: Sequence[str | Algorithm], budget: int) -> list[Tuned | Raced]:
+    """The baselines and what was asked for, each once, all names checked before anything runs."""
+
+    def entrant(item: str | Algorithm) -> Tuned | Raced:
+        if item == AUTO:
+            return Raced()
+        return Tuned(item if isinstance(item, Algorithm) else find(item)(), budget)
+
+    asked = [entrant(item) for item in dict.fromkeys(algorithms)]
+    known = {method.name for method in asked}
+    if len(known) < len(asked):
+        raise SettingError(f"one method twice among {[method.name for method in asked]}; give each once")
+    return [*(entrant(name) for name in BASELINES if name not in known), *asked]
 
 
 def _federations(
@@ -213,65 +247,20 @@ def _federations(
         yield fed
 
 
-def _tuned(
-    fed: Federation, method: Algorithm | str, seed: int, rounds: int, budget: int, meter: _Meter
-) -> Trial:
-    """The best of the method's candidate settings by validation loss, then one look at the test rows."""
-    if isinstance(method, str):
-        return _raced(fed, seed, rounds, meter)
-    best: Run | None = None
-    lowest = math.inf
-    for candidate in candidates(method, budget):
-        run = fit(
-            fed,
-            candidate,
-            rounds,
-            select="best",
-            score_test=False,
-            watch=meter.watch(f"{method.name}, seed {seed}"),
-        )
-        loss = mean_over_clients(run.score("validation", "loss"))
-        if best is None or loss < lowest or math.isnan(lowest):
-            best, lowest = run, loss
-    assert best is not None
-    return Trial(method.name, seed, best, lowest, best.score_test()[main_metric(fed.model.task)])
-
-
-def _raced(fed: Federation, seed: int, rounds: int, meter: _Meter) -> Trial:
-    from coterie.runs.auto import EFFORT, choose
-
-    choice = choose(fed, rounds, watch=meter.jumps(f"auto, seed {seed}"))
-    meter.skip(math.ceil(EFFORT * rounds))
-    loss = mean_over_clients(choice.run.score("validation", "loss"))
-    return Trial(AUTO, seed, choice.run, loss, choice.run.score_test()[main_metric(fed.model.task)])
-
-
 class _Meter:
-    """Rounds done over all trials, for a progress bar."""
+    """Rounds done over all entrants and seeds, for a progress bar."""
 
     def __init__(self, watch: Watch | None, total: int) -> None:
-        self._watch, self._total, self._done = watch, total, 0
+        self._report, self._total, self.done = watch, total, 0
 
-    def watch(self, what: str) -> Callable[[int, int], None] | None:
-        if self._watch is None:
-            return None
-        report = self._watch
+    def watch(self, what: str) -> Watch:
+        """For an entrant, which tells how many of its own rounds are done."""
 
-        def step(t: int, rounds: int) -> None:
-            self._done += 1
-            report(what, self._done, self._total)
+        def step(part: str, done: int, _: int) -> None:
+            if self._report is not None:
+                self._report(f"{what}, {part}" if part else what, self.done + done, self._total)
 
         return step
-
-    def jumps(self, what: str) -> Watch | None:
-        """For work that reports by itself how much is done."""
-        if self._watch is None:
-            return None
-        report, before = self._watch, self._done
-        return lambda part, done, total: report(f"{what}, {part}", before + done, self._total)
-
-    def skip(self, rounds: int) -> None:
-        self._done += rounds
 
 
 def _row(name: str, trials: list[Trial]) -> dict[str, Any]:
@@ -307,16 +296,6 @@ def _row(name: str, trials: list[Trial]) -> dict[str, Any]:
     }
 
 
-def interval(gain: Tensor) -> tuple[float | None, float | None]:
-    """Student's 95 % interval of the mean gain over clients; none for a single client."""
-    from scipy.stats import t as student
-
-    if len(gain) < 2:
-        return None, None
-    half = float(student.ppf(0.975, len(gain) - 1) * gain.std() / math.sqrt(len(gain)))
-    return float(gain.mean()) - half, float(gain.mean()) + half
-
-
 def _save(out: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
     """compare.json, clients.parquet, and the first seed's run of every method as a folder of its own.
 
@@ -338,7 +317,7 @@ def _save(out: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
 
 
 def _plan(run: Run) -> dict[str, Any]:
-    """What `resume` needs to repeat a run of `_tuned`."""
+    """What `resume` needs to repeat a run of a comparison."""
     every = max(1, run.rounds // 20)
     plan = {"rounds": run.rounds, "evaluate_every": every, "select": "best"}
     return {**plan, "score_test": True, "checkpoint_every": 0}

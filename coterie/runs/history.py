@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -93,3 +94,13 @@ class History:
 def mean_over_clients(value: Tensor) -> float:
     """Mean over the clients that have rows (NaN when none has)."""
     return float(torch.nanmean(value))
+
+
+def interval(gain: Tensor) -> tuple[float | None, float | None]:
+    """Student's 95 % interval of the mean gain over clients; none for a single client."""
+    from scipy.stats import t as student
+
+    if len(gain) < 2:
+        return None, None
+    half = float(student.ppf(0.975, len(gain) - 1) * gain.std() / math.sqrt(len(gain)))
+    return float(gain.mean()) - half, float(gain.mean()) + half
