@@ -87,7 +87,7 @@ class TestStart:
         assert max(map(len, shown.out.splitlines())) <= 80
 
     def test_every_command_is_checked_here(self, command: Command) -> None:
-        listed = command("--help").out.partition("Commands")[2]
+        listed = command("--help").out.partition("─ Train ─")[2]
         names = re.findall(r"^│ (\w+)", listed, re.MULTILINE)
         assert set(names) == {name for name in COMMANDS if " " not in name}
 

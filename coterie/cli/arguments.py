@@ -37,6 +37,11 @@ L2Option = Annotated[
         "--l2", min=0, metavar="X", help="ridge of this strength instead of the usual model; no intercept"
     ),
 ]
+SeedOption = Annotated[int, typer.Option(metavar="N", help="decides the split and every draw")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="hyperparameter, such as lam=0.3 (may be repeated)"),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 

@@ -7,20 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli_arguments import (
+from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
     DropOption,
     JsonOption,
     L2Option,
     RoundsOption,
+    SeedOption,
+    SetOption,
     TargetOption,
     TaskOption,
     assignments,
     require_place,
     write_json,
 )
-from coterie.cli_models import report_beside
+from coterie.cli.models import report_beside
 from coterie.errors import SettingError
 from coterie.report import console
 
@@ -35,10 +37,6 @@ InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="without TLS; for 127.0.0.1 only, keys are still checked")
 ]
 AlgorithmOption = Annotated[str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="hyperparameter, such as lam=0.3 (may be repeated)"),
-]
 DeadlineOption = Annotated[
     float, typer.Option(min=0.1, metavar="SECONDS", help="how long a node is waited for in a call")
 ]
@@ -141,7 +139,7 @@ def run(
     settings: SetOption = None,
     rounds: RoundsOption = 100,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="name of the run folder")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="decides the split and every draw")] = 0,
+    seed: SeedOption = 0,
     select: Annotated[
         str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' by validation loss")
     ] = "last",

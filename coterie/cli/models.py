@@ -1,4 +1,4 @@
-"""Commands for what comes after training: the report, and models that leave the run."""
+"""Commands for what comes after training: the report, predictions, and models that leave the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli_arguments import (
+from coterie.cli.arguments import (
     JsonOption,
     RunArgument,
     TableArgument,
@@ -16,15 +16,8 @@ from coterie.cli_arguments import (
     require_place,
     write_json,
 )
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, SettingError
 from coterie.report import console
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to the `coterie` command."""
-    app.command(epilog="Example: coterie report runs/ditto runs/local --out report.html")(report)
-    app.command(epilog="Example: coterie export runs/ditto --client va --to onnx")(export)
-    app.command(epilog="Example: coterie adapt runs/ditto new_clinic.csv --out runs/with_new_clinic")(adapt)
 
 
 def report(
@@ -46,6 +39,38 @@ def report(
 
     require_place(out)
     console.show(f"Report written to {write_report(runs, out)}")
+
+
+def predict(
+    run: RunArgument,
+    table: TableArgument,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV or Parquet file; printed as CSV if not given")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Predict new rows, each with its client's model.
+
+    A client that was not in training gets the common model and a warning.
+    """
+    from coterie.report.tables import prediction_notes
+    from coterie.runs import files
+    from coterie.runs.predict import Predictor
+
+    source = find_table(table)
+    for place in (out, json):
+        require_place(place, other_than=source)
+    if out is not None and out.suffix not in (".csv", ".parquet", ".pq"):
+        raise SettingError(f"--out {out}: give it a name that ends in .csv or .parquet")
+    predictor = Predictor.load(run)
+    predictions = predictor(source)
+    console.notes(prediction_notes(predictions, predictor.client_column))
+    write_json(json, predictions.to_dicts())
+    if out is None:
+        typer.echo(predictions.write_csv(), nl=False)
+        return
+    files.write_with(out, predictions.write_csv if out.suffix == ".csv" else predictions.write_parquet)
+    console.show(f"{len(predictions)} predictions written to {out}")
 
 
 def export(

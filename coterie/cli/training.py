@@ -1,0 +1,257 @@
+"""Commands that train: one method, several side by side, the search for settings, and going on after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coterie.cli.arguments import (
+    ClientOption,
+    ClusterOption,
+    DropOption,
+    JsonOption,
+    L2Option,
+    RoundsOption,
+    RunArgument,
+    SeedOption,
+    SetOption,
+    TableArgument,
+    TargetOption,
+    TaskOption,
+    assignments,
+    find_table,
+    require_place,
+    write_json,
+)
+from coterie.cli.models import report_beside
+from coterie.errors import SettingError
+from coterie.report import console
+
+if TYPE_CHECKING:
+    from coterie.runs.run import Run
+
+
+def compare(
+    table: TableArgument,
+    client: ClientOption,
+    target: TargetOption,
+    cluster: ClusterOption = None,
+    task: TaskOption = None,
+    algorithms: Annotated[
+        str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
+    ] = "ditto",
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits and repetitions")] = 3,
+    rounds: RoundsOption = 100,
+    budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
+    drop: DropOption = None,
+    json: JsonOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder for models, metrics and per-client results")
+    ] = None,
+) -> None:
+    """Does collaborating help? Compare methods on your table, client by client."""
+    from coterie.report.tables import comparison_tables
+    from coterie.runs.compare import compare as run_comparison
+
+    require_place(json)
+    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    with console.progress() as watch:
+        comparison = run_comparison(
+            find_table(table),
+            client,
+            target,
+            cluster=cluster,
+            task=task,
+            drop=drop or (),
+            algorithms=list(dict.fromkeys(names)),
+            seeds=seeds,
+            rounds=rounds,
+            budget=budget,
+            out=out,
+            watch=watch,
+        )
+    console.notes(comparison.warnings)
+    console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
+    write_json(json, comparison.json())
+    if out is not None:
+        console.show(f"Written to {out}")
+        report_beside(out)
+
+
+def fit(
+    table: TableArgument,
+    client: ClientOption,
+    target: TargetOption,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="run folder to make")],
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them; auto: let them race")
+    ] = "ditto",
+    settings: SetOption = None,
+    cluster: ClusterOption = None,
+    task: TaskOption = None,
+    rounds: RoundsOption = 100,
+    seed: SeedOption = 0,
+    drop: DropOption = None,
+    dropout: Annotated[
+        float, typer.Option(metavar="SHARE", help="share of clients away in each call (simulation)")
+    ] = 0.0,
+    select: Annotated[
+        str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' by validation loss")
+    ] = "last",
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
+    ] = 0,
+    budget_mb: Annotated[
+        float | None,
+        typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
+    ] = None,
+    l2: L2Option = None,
+    track: Annotated[
+        str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Train one method and save a model per client."""
+    from coterie.algorithms import make
+    from coterie.data.load import load_table
+    from coterie.runs.fit import fit as train
+    from coterie.runs.plan import rounds_within_budget
+
+    method = "auto" if algorithm == "auto" else make(algorithm, **assignments(settings or []))
+    if isinstance(method, str) and (settings or budget_mb is not None):
+        raise SettingError("auto chooses the settings by itself; leave out --set and --budget-mb")
+    require_place(json)
+    fed = load_table(
+        find_table(table),
+        client,
+        target,
+        cluster=cluster,
+        task=task,
+        drop=drop or (),
+        seed=seed,
+        dropout=dropout,
+        l2=l2,
+    )
+    console.notes(fed.table.warnings)
+    if budget_mb is not None and not isinstance(method, str):
+        rounds = rounds_within_budget(method, fed, budget_mb)
+    with _resumable(out), console.progress() as watch:
+        run = train(
+            fed,
+            method,
+            rounds,
+            out,
+            select=select,
+            checkpoint_every=checkpoint_every,
+            watch=_rounds(watch, algorithm),
+            track=track,
+        )
+    if run.choice is not None:
+        console.show(run.choice.text())
+    _finished(run, json)
+
+
+def resume(
+    run: RunArgument,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="go on although threads, device or versions differ")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Go on with an interrupted run; the result is the same as without the interruption."""
+    from coterie.runs.fit import resume as go_on
+
+    require_place(json)
+    with _resumable(run), console.progress() as watch:
+        finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name))
+    _finished(finished, json)
+
+
+def tune(
+    table: TableArgument,
+    client: ClientOption,
+    target: TargetOption,
+    algorithm: Annotated[str, typer.Option(metavar="NAME", help="method whose settings are searched")],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="folder for the study; a search that is there goes on")
+    ],
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried in all")] = 30,
+    rounds: RoundsOption = 100,
+    sampler: Annotated[
+        str, typer.Option(metavar="NAME", help="tpe (between declared values) or grid")
+    ] = "tpe",
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="trials at the same time, in processes")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="hyperparameter that is not searched, such as steps=1"
+        ),
+    ] = None,
+    cluster: ClusterOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Search a method's settings on validation rows with Optuna: pruned, resumable, in parallel.
+
+    Test rows are not read. The last line is the command that trains with what was found.
+    """
+    from coterie.algorithms import make
+    from coterie.report.tables import search_table as as_table
+    from coterie.runs.search import search_table
+
+    require_place(json)
+    method = make(algorithm, **assignments(settings or []))
+    source = find_table(table)
+    data = {
+        "source": source,
+        "client": client,
+        "target": target,
+        "cluster": cluster,
+        "task": task,
+        "drop": tuple(drop or ()),
+        "seed": seed,
+    }
+    with console.progress() as watch:
+        found = search_table(
+            out, method, data, trials=trials, rounds=rounds, sampler=sampler, jobs=jobs, watch=watch
+        )
+    console.show(as_table(found))
+    usual = make(algorithm).settings()
+    changed = {name: value for name, value in found.algorithm.settings().items() if value != usual[name]}
+    options = " ".join(f"--set {name}={value}" for name, value in changed.items())
+    console.show(
+        f"coterie fit {table} --client {client} --target {target} --algorithm {algorithm} "
+        f"{options} --rounds {rounds} --select best --seed {seed} --out RUN"
+    )
+    write_json(json, found.json())
+
+
+def _rounds(watch: Callable[[str, int, int], None], what: str) -> Callable[[int, int], None]:
+    return lambda t, rounds: watch(what, t, rounds)
+
+
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Say, when the user stops a run, how to go on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (folder / "config.toml").exists():
+            console.notes([f"Stopped. Go on with: coterie resume {folder}"])
+        raise
+
+
+def _finished(run: Run, json: Path | None) -> None:
+    from coterie.report.tables import run_notes, run_summary, run_table
+
+    console.notes(run_notes(run))
+    console.show(run_table(run), f"Run folder: {run.folder}")
+    if run.folder is not None:
+        report_beside(run.folder)
+    write_json(json, run_summary(run))
