@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.errors import SettingError
+from coterie.models.metrics import from_scores
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ class Model:
 
     @property
     def task(self) -> str:
-        """'regression', 'binary' or 'multiclass': decides metrics and predictions."""
+        """'regression', 'binary', 'multiclass' or 'language': decides metrics and predictions."""
         raise NotImplementedError
 
     @property
@@ -76,6 +77,10 @@ class Model:
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         """What the model says before any link: [..., B, outputs]."""
         raise NotImplementedError
+
+    def measure(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Loss without the regulariser and the main metric, each [..., 1], under weights that sum to one."""
+        return from_scores(self.task, self.scores(w, x), y, weight)
 
     def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Largest curvature of `loss`, [..., 1]: a bound for convex models, an estimate at `w` otherwise."""

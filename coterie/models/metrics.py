@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from coterie.data.rows import Rows
     from coterie.models.base import Model
 
-HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "rmse": False}
+HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "perplexity": False, "rmse": False}
+MAIN = {"regression": "rmse", "language": "perplexity"}
 
 
 def main_metric(task: str) -> str:
     """The metric a comparison reports for a task."""
-    return "rmse" if task == "regression" else "accuracy"
+    return MAIN.get(task, "accuracy")
 
 
 def metrics(model: Model, w: Tensor, rows: Rows, at: Tensor | None) -> dict[str, Tensor]:
@@ -33,17 +34,22 @@ def metrics(model: Model, w: Tensor, rows: Rows, at: Tensor | None) -> dict[str,
         return result
     for place, batch in rows.full(at):
         part = w if place is None else w[place]
-        scores = model.scores(part, batch.x)
-        row_loss, row_score = row_values(model.task, scores, batch.y)
-        for name, value in (("loss", row_loss), (main, row_score)):
-            total = (value * batch.weight).sum(-1, keepdim=True)
+        for name, value in model.measure(part, batch.x, batch.y, batch.weight).items():
             if place is None:
-                result[name] = total
+                result[name] = value
             else:
-                result[name][place] = total
-    if main == "rmse":
-        result[main] = result[main].sqrt()
+                result[name][place] = value
     return result
+
+
+def from_scores(task: str, scores: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Loss and main metric [..., 1] of rows with these scores, under weights that sum to one."""
+    row_loss, row_score = row_values(task, scores, y)
+    main = (row_score * weight).sum(-1, keepdim=True)
+    return {
+        "loss": (row_loss * weight).sum(-1, keepdim=True),
+        main_metric(task): main.sqrt() if task == "regression" else main,
+    }
 
 
 def row_values(task: str, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
