@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from coterie.data import column_types as columns
 from coterie.data import tables
 from coterie.errors import DataError, SettingError
 
