@@ -67,7 +67,6 @@ def test_eight_nodes_with_one_killed_in_mid_round_and_restarted(live: Live, abse
     assert live.result(job)["lost_rounds"] == 0
     missed = live.missed(job)
     rounds = sorted({t for t, name in missed if name in live.folder.nodes["n3"]})
-    assert {name for _, name in missed} == {live.folder.nodes["n3"][0]}
     assert 1 <= len(rounds) < 16 and rounds[-1] < 20, rounds
     here = fit(absent_in(live.local(EVERYBODY), missed), algorithm, 20, evaluate_every=0)
     same_models(live, job, here, EVERYBODY)
