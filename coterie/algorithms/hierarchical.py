@@ -37,7 +37,8 @@ class Hierarchical(Algorithm):
     sums over rows by maximum likelihood, or the pair with the lowest validation loss (`choose`). Least squares
     ends at the exact minimiser in one round; logistic and softmax take Newton steps, with variances of the
     quadratic model around the present one (Breslow and Clayton 1993); networks, and models with more than 256
-    parameters, take gradient steps with the pulls as given (tune them).
+    parameters, take gradient steps with the pulls as given (tune them). With grouping = "one" all clients are one
+    cluster: the random-coefficients model of clients without known clusters.
     """
 
     choose: str = setting("auto", "how gamma and lambda are found", options=CHOICES)
@@ -49,9 +50,12 @@ class Hierarchical(Algorithm):
     solver: str = setting("auto", "second derivatives or gradients", options=("auto", "newton", "gradient"))
     lr: float = setting(0.1, "step size of the gradient solver", above=0, tune=(0.03, 0.1, 0.3))
     steps: int = setting(5, "steps per round of the gradient solver", low=1)
+    grouping: str = setting(
+        "known", "clusters: the known ones, or everybody in one", options=("known", "one")
+    )
 
     def start(self, fed: Federation) -> State:
-        k, choice = int(fed.known_clusters().max()) + 1, self.choice(fed)
+        k, choice = self.count(fed), self.choice(fed)
         if choice == "validation" and not fed.has_rows("validation"):
             raise SettingError(
                 "hierarchical: choose = 'validation' needs validation rows; give a split with some"
@@ -72,7 +76,7 @@ class Hierarchical(Algorithm):
 
     def newton_round(self, fed: Federation, s: State, t: int) -> State:
         """Clients send the quadratic around their model; block elimination gives the centres, clients follow."""
-        replies = fed.map(self.curve, link="client-cluster")
+        replies = fed.map(self.curve, link=self.link)
         if not len(replies):
             return s
         sums, quadratic = self.sums(fed, replies), fed.model.has_statistics
@@ -83,10 +87,10 @@ class Hierarchical(Algorithm):
         spread = found.between.expand(found.within.shape)
         middle, common = centres(*lift(a, b, found.within[sums.clusters]), sums.clusters, spread)
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
-        fed.exchange("centres", "cluster-server", down=middle, up=torch.cat([a.flatten(1), b], 1))
-        clusters = fed.known_clusters()
+        self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
+        clusters = self.clusters(fed)
         each = {"centre": middle[clusters], "spread": within[clusters]}
-        placed = fed.map(self.place, each=each, noise=found.noise, link="client-cluster")
+        placed = fed.map(self.place, each=each, noise=found.noise, link=self.link)
         still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
         settled = quadratic or (still and t > ESTIMATED_ROUNDS)
         return State(
@@ -100,9 +104,9 @@ class Hierarchical(Algorithm):
 
     def gradient_round(self, fed: Federation, s: State) -> State:
         """Clients take steps towards their cluster's centre; the centres are the best for their models."""
-        clusters = fed.known_clusters()
+        clusters = self.clusters(fed)
         each = {"centre": s.centres[clusters]}
-        replies = fed.map(self.train, each=each, link="client-cluster")
+        replies = fed.map(self.train, each=each, link=self.link)
         if not len(replies):
             return s
         present, place = clusters[replies.ids].unique(return_inverse=True)
@@ -110,7 +114,7 @@ class Hierarchical(Algorithm):
         inside, common = penalty.means(replies.values.double())
         middle = s.centres.clone()
         middle[present] = (penalty.alpha * common + (1 - penalty.alpha) * inside).to(fed.dtype)
-        fed.exchange("centres", "cluster-server", down=middle, up=middle)
+        self.pass_on(fed, down=middle, up=middle)
         common = middle.mean(0) if self.lambda_ == 0 else common.to(fed.dtype)
         return s.replace(x=common, centres=middle)
 
@@ -118,7 +122,7 @@ class Hierarchical(Algorithm):
         """The variances, by the way chosen; for losses other than least squares the noise is one."""
         choice, noise = self.choice(fed), None if fed.model.has_statistics else 1.0
         if choice == "given":
-            return _isotropic(fed, self.gamma, self.lambda_)
+            return self.isotropic(fed, self.gamma, self.lambda_)
         if choice == "validation":
             return self.validated(fed, sums)
         if choice == "moments":
@@ -130,15 +134,15 @@ class Hierarchical(Algorithm):
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """The pair of pulls with the lowest validation loss one step from here."""
-        pairs = [_isotropic(fed, gamma, lambda_) for gamma, lambda_ in PAIRS]
+        pairs = [self.isotropic(fed, gamma, lambda_) for gamma, lambda_ in PAIRS]
         aims = []
         for pair in pairs:
             spread = pair.between.expand(pair.within.shape)
             aims.append(
                 centres(*lift(sums.xx, sums.xy, pair.within[sums.clusters]), sums.clusters, spread)[0]
             )
-        each = {"aims": torch.stack(aims, 1).to(fed.dtype)[fed.known_clusters()]}
-        replies = fed.map(self.judge, each=each, link="client-cluster")
+        each = {"aims": torch.stack(aims, 1).to(fed.dtype)[self.clusters(fed)]}
+        replies = fed.map(self.judge, each=each, link=self.link)
         rows = fed.rows["validation"][replies.ids].unsqueeze(-1) if fed.model.reduction == "mean" else 1.0
         losses = (replies.values * rows).sum(0)
         return pairs[int(losses.argmin())] if len(replies) else pairs[0]
@@ -202,12 +206,36 @@ class Hierarchical(Algorithm):
             return self.choose
         return "ml" if self.newton(fed) else "given"
 
+    def clusters(self, fed: Federation) -> Tensor:
+        """The cluster of every client [n]."""
+        if self.grouping == "one":
+            return torch.zeros_like(fed.everyone)
+        return fed.known_clusters(f"{self.name} with grouping = 'known'")
+
+    def count(self, fed: Federation) -> int:
+        return int(self.clusters(fed).max()) + 1
+
+    @property
+    def link(self) -> str:
+        """Whom the clients talk to: the heads of their clusters, or the server where there is one cluster."""
+        return "client-server" if self.grouping == "one" else "client-cluster"
+
+    def pass_on(self, fed: Federation, down: Tensor, up: Tensor) -> None:
+        """What heads of clusters exchange with the server."""
+        if self.grouping == "known":
+            fed.exchange("centres", "cluster-server", down=down, up=up)
+
+    def isotropic(self, fed: Federation, gamma: float, lambda_: float) -> Components:
+        """The variances that two pulls stand for."""
+        within = torch.full((self.count(fed), fed.d), 1 / gamma, dtype=torch.float64, device=fed.device)
+        between = torch.full_like(within[0], 1 / lambda_ if lambda_ > 0 else torch.inf)
+        return Components(1.0, within, between)
+
     def sums(self, fed: Federation, replies: Replies) -> Sums:
         """What clients sent, as the sums of a linear model."""
         d, values = fed.d, replies.values.double()
         a, b, c = values[:, : d * d].unflatten(-1, (d, d)), values[:, d * d : -1], values[:, -1:]
-        known = fed.known_clusters()
-        clusters, count = known[replies.ids], int(known.max()) + 1
+        clusters, count = self.clusters(fed)[replies.ids], self.count(fed)
         if fed.model.has_statistics:
             return Sums(a, b, 2 * c, replies.weights.double(), clusters, count)
         return Sums(a, b, torch.zeros_like(c), torch.zeros_like(c), clusters, count)
@@ -244,14 +272,6 @@ def _downhill(
             break
         share = torch.where(worse, 0.5 * share, share)
     return x + share * (aim - x)
-
-
-def _isotropic(fed: Federation, gamma: float, lambda_: float) -> Components:
-    """The variances that two pulls stand for."""
-    k = int(fed.known_clusters().max()) + 1
-    within = torch.full((k, fed.d), 1 / gamma, dtype=torch.float64, device=fed.device)
-    between = torch.full_like(within[0], 1 / lambda_ if lambda_ > 0 else torch.inf)
-    return Components(1.0, within, between)
 
 
 def _rounded(found: Components) -> Components:

@@ -192,3 +192,15 @@ def test_networks_and_clients_without_clusters_are_refused_with_a_remedy():
         fit(world(model=layers), make("hierarchical", solver="newton"), rounds=1)
     with pytest.raises(SettingError, match="known clusters"):
         fit(world(clusters=None), make("hierarchical"), rounds=1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "logistic"])
+def test_everybody_in_one_cluster_needs_no_clusters(kind):
+    """grouping = "one" is one known cluster, without the traffic between its head and the server."""
+    one = fit(world(kind, clusters=None), make("hierarchical", grouping="one"), rounds=8)
+    known = fit(world(kind, clusters=[0] * N), make("hierarchical"), rounds=8)
+    assert torch.equal(one.personal, known.personal)
+    assert (known.state.within > 0).any() and not torch.equal(one.personal[0], one.personal[1])
+    assert known.fed.ledger.total("bytes_up", link="cluster-server") > 0
+    assert set(one.ledger["link"]) == {"client-server"}
+    assert one.fed.ledger.total("bytes_up") < known.fed.ledger.total("bytes_up")
