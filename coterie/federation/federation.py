@@ -110,6 +110,17 @@ class Federation:
 
         return load_table(source, client=client, target=target, **options)
 
+    @staticmethod
+    def from_texts(source: Any, model: Model, **options: Any) -> Federation:
+        """A folder with a file or folder of text per client, a table with `client` and `text` columns, or a dict.
+
+        The model is `models.causal_lm(...)`. Options: `context` (tokens in a row, 512), `tokens` (at most so many of
+        a client), `split` (by document, 0.8, 0.1, 0.1), `seed`, `dtype`, `device`, `cache`, `dropout`, `clusters`.
+        """
+        from coterie.federation.from_texts import from_texts
+
+        return from_texts(source, model, **options)
+
     def fresh(
         self,
         seed: int | None = None,

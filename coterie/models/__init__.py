@@ -1,6 +1,7 @@
 """Models: a loss over one flat parameter vector, its gradient, and what the engine asks besides."""
 
 from coterie.models.base import Model, dot, norm
+from coterie.models.causal_lm import causal_lm
 from coterie.models.checks import replace_batchnorm
 from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
@@ -10,6 +11,7 @@ from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
 __all__ = [
     "Model",
+    "causal_lm",
     "charlstm",
     "cnn",
     "dot",

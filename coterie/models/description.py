@@ -8,6 +8,7 @@ from typing import Any
 
 from coterie.errors import SettingError, nearest
 from coterie.models.base import Model
+from coterie.models.causal_lm import causal_lm
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
 from coterie.models.zoo import FACTORIES, restore
@@ -16,6 +17,7 @@ from coterie.models.zoo import FACTORIES, restore
 def from_description(description: dict[str, Any]) -> Model:
     """The model that `describe()` described."""
     kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
+    kinds["causal_lm"] = causal_lm
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     settings = dict(description)
     name = settings.pop("model", None)

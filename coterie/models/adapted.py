@@ -1,0 +1,218 @@
+"""A frozen language model with low-rank adapters, one set of them, into which any client's are put."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coterie.errors import SettingError
+from coterie.models.language_weights import quiet, require
+from coterie.models.token_loss import token_losses
+
+PARTS = {
+    "attention": ("attn", "attention"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward"),
+}
+ROUNDING = {torch.bfloat16: 0.2}  # how far compiled gradients may be off, relative; otherwise 1e-3
+
+
+class Adapted:
+    """The base model is held once, whatever the number of clients; `fill(w)` makes it the model of one of them."""
+
+    def __init__(
+        self,
+        model: Any,
+        rank: int,
+        alpha: float,
+        target: str,
+        checkpointing: bool,
+        compiled: bool,
+        piece: int,
+    ) -> None:
+        import peft
+
+        linear = _linear_layers(model, target)
+        config = peft.LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # type: ignore[arg-type]
+            target_modules=sorted({".".join(name.split(".")[-2:]) for name in linear}),
+            fan_in_fan_out=any(type(layer).__name__ == "Conv1D" for layer in linear.values()),
+            task_type="CAUSAL_LM",
+        )
+        self.module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        self.module.eval()
+        self.names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.sizes = [p.numel() for p in self.parameters]
+        self.d, self.piece = sum(self.sizes), piece
+        lists = [part for part in self.base.modules() if isinstance(part, nn.ModuleList)]
+        self.layers: list[nn.Module] = list(max(lists, key=lambda one: len(one), default=nn.ModuleList()))
+        if checkpointing:
+            self._recompute()
+        self.compiled = compiled
+        self._trusted: dict[tuple[Any, ...], bool] = {}
+        if compiled:
+            for layer in self.layers:
+                layer.compile(dynamic=False)
+
+    @property
+    def base(self) -> Any:
+        """The transformers model."""
+        return self.module.get_base_model()
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.base.get_output_embeddings().weight.shape[0])
+
+    @property
+    def place(self) -> tuple[torch.dtype, torch.device]:
+        """Where the base is: dtype and device."""
+        weight = self.base.get_output_embeddings().weight
+        return weight.dtype, weight.device
+
+    def bytes_per_token(self) -> int:
+        """What a backward pass keeps of a token, roughly; of a recomputed layer only its input."""
+        config = self.base.config
+        width = int(getattr(config, "hidden_size", 0) or 1024)
+        inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
+        per_layer = width if self._recomputes else 16 * width + 6 * inner
+        size = self.place[0].itemsize
+        return size * (len(self.layers) * per_layer + 16 * width + 6 * inner)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Adapted:
+        """The one copy moved to where it is needed; buffers, such as the frequencies of positions, keep their type."""
+        if self.place != (dtype, device):
+            self.module.to(device)
+            for p in self.module.parameters():
+                p.data = p.data.to(dtype)
+        return self
+
+    def start(self, seed: int) -> Tensor:
+        """peft's own beginning, float64 [d]: A uniform in +-1/sqrt(inputs), B zero, so that the base is unchanged."""
+        generator = torch.Generator().manual_seed(seed)
+        parts = []
+        for name, p in zip(self.names, self.parameters, strict=True):
+            part = torch.zeros(p.shape, dtype=torch.float64)
+            if "lora_A" in name:
+                part.uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(p.shape[1]))
+            parts.append(part.reshape(-1))
+        return torch.cat(parts)
+
+    def fill(self, w: Tensor) -> None:
+        """Put the adapters of a client, [d], into the model."""
+        with torch.no_grad():
+            for p, part in zip(self.parameters, w.split(self.sizes), strict=True):
+                p.copy_(part.view_as(p))
+
+    def losses(self, x: Tensor, plain: bool = False) -> Tensor:
+        """Loss of every token after the first, [rows, length - 1]; `plain` operations have second derivatives."""
+        ids = x.long()
+        head = self.base.get_output_embeddings()
+        hidden = self.base.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        states, targets = hidden.flatten(0, 1), ids[:, 1:].flatten()
+        if plain:
+            found = functional.cross_entropy(states @ head.weight.t(), targets, reduction="none")
+        else:
+            found = token_losses(states, head.weight, targets, self.piece)
+        return found.view(len(x), -1)
+
+    def value(self, x: Tensor, share: Tensor, plain: bool = False) -> Tensor:
+        """sum of share [rows, length - 1] times the loss of the token."""
+        return (self.losses(x, plain) * share).sum()
+
+    def gradient(self, x: Tensor, share: Tensor) -> Tensor:
+        """Gradient of `value` in the adapters that are in the model, [d], in float32 or float64."""
+        if not self.compiled:
+            return self._gradient(x, share)
+        shape = (x.shape, *self.place)
+        if shape not in self._trusted:
+            self._trusted[shape] = self._compiles(x, share)
+        if self._trusted[shape]:
+            return self._gradient(x, share)
+        with torch.compiler.set_stance("force_eager"):
+            return self._gradient(x, share)
+
+    def check_head(self) -> None:
+        """Refuse a model whose logits are not its last hidden states times its head."""
+        with torch.no_grad():
+            ids = torch.arange(8, device=self.place[1]).unsqueeze(0) % self.vocabulary
+            logits = self.base(input_ids=ids[:, :-1], use_cache=False).logits
+            expected = functional.cross_entropy(logits[0].double(), ids[0, 1:], reduction="none")
+            head, found = self.base.get_output_embeddings(), self.losses(ids)[0].double()
+        if getattr(head, "bias", None) is not None or not torch.allclose(
+            found, expected, rtol=0.05, atol=0.05
+        ):
+            raise SettingError(
+                f"{type(self.base).__name__} changes its logits after the last layer, which is not supported; "
+                "choose a model of the Llama, Mistral, Qwen or GPT-2 kind."
+            )
+
+    def save(self, folder: Path) -> None:
+        """The adapters that are in the model, in peft's own format."""
+        with quiet(require()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.module.save_pretrained(str(folder), save_embedding_layers=False)
+
+    def _gradient(self, x: Tensor, share: Tensor) -> Tensor:
+        with torch.enable_grad():
+            parts = torch.autograd.grad(self.value(x, share), self.parameters)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        return flat if flat.dtype == torch.float64 else flat.float()
+
+    def _compiles(self, x: Tensor, share: Tensor) -> bool:
+        """Whether compiled layers give the gradient that plain ones give."""
+        with torch.compiler.set_stance("force_eager"):
+            expected = self._gradient(x, share)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = self._gradient(x, share)
+        except Exception as problem:  # a compiler fails in ways of its own
+            line = (str(problem).strip().splitlines() or [""])[0]
+            warnings.warn(
+                f"torch.compile failed and is not used: {type(problem).__name__}: {line}", stacklevel=3
+            )
+            return False
+        wrong = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+        if not wrong <= ROUNDING.get(self.place[0], 1e-3):
+            warnings.warn(
+                f"compiled gradients differ from plain ones by {wrong:.1e} and are not used", stacklevel=3
+            )
+            return False
+        return True
+
+    def _recompute(self) -> None:
+        """Layers forget what is inside them and compute it again in the backward pass; dropout stays off."""
+        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in self.layers:
+            layer.training = True
+
+    @property
+    def _recomputes(self) -> bool:
+        return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
+
+
+def _linear_layers(model: nn.Module, target: str) -> dict[str, nn.Module]:
+    """The linear layers that get adapters, by the part of a transformer block they are in."""
+    wanted = target.split("+")
+    unknown = [part for part in wanted if part not in PARTS]
+    if unknown:
+        raise SettingError(
+            f"target={target!r}: {unknown[0]!r} is unknown; choose attention, mlp, or attention+mlp."
+        )
+    marks = [mark for part in wanted for mark in PARTS[part]]
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer).__name__ in ("Linear", "Conv1D")
+        and any(mark in step for step in name.lower().split(".")[:-1] for mark in marks)
+    }
+    if not found:
+        raise SettingError(f"target={target!r}: {type(model).__name__} has no such layers.")
+    return found

@@ -1,0 +1,337 @@
+"""Language models with low-rank adapters: the adapters are the parameters, the rest is frozen and shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from coterie.errors import DataError, SettingError
+from coterie.federation import randomness
+from coterie.models.accelerate import PRECISIONS
+from coterie.models.adapted import PARTS, Adapted
+from coterie.models.base import Model
+from coterie.models.language_weights import locate, read_model, read_tokenizer, require
+from coterie.models.solve import largest_curvature, lbfgs
+
+CPU_BYTES = 2**30
+GPU_SHARE = 0.4  # of its memory, for what a backward pass keeps
+GPU_PIECE, CPU_PIECE = 8192, 512  # tokens whose logits exist at a time
+
+
+@dataclass
+class _Held:
+    """What is read once and shared by all copies of a model."""
+
+    adapted: Adapted | None = None
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class CausalLM(Model):
+    """Mean loss of the tokens of a client under a pretrained model with the adapters `w`.
+
+    A row of inputs is a stretch of token ids [length], a target the number of its tokens that count: those at
+    places 1..y, each predicted from all before it. The loss of rows under weights a is
+    sum_b a_b (losses of the tokens of row b) / sum_b a_b y_b.
+    """
+
+    source: str = ""
+    rank: int = 4
+    alpha: float = 32.0
+    target: str = "attention+mlp"
+    precision: str = "full"
+    micro_batch: int | None = None
+    checkpointing: bool = False
+    compiled: bool = False
+    length: int | None = None
+    held: _Held = field(default_factory=_Held, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise SettingError(f"lora_rank={self.rank}, lora_alpha={self.alpha}: both must be above 0.")
+        if self.precision not in (*PRECISIONS, "auto"):
+            known = ", ".join((*PRECISIONS, "auto"))
+            raise SettingError(f"precision={self.precision!r} is unknown: choose from {known}.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise SettingError(f"micro_batch={self.micro_batch}; give 1 or more rows, or None.")
+        if not set(self.target.split("+")) <= set(PARTS):
+            raise SettingError(f"target={self.target!r}: choose attention, mlp, or attention+mlp.")
+
+    @property
+    def d(self) -> int:
+        return self.adapted.d
+
+    @property
+    def task(self) -> str:
+        return "language"
+
+    @property
+    def adapted(self) -> Adapted:
+        """The frozen base with one set of adapters, where it was last used."""
+        if self.held.adapted is None:
+            require()
+            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+            model = read_model(locate(self.source), dtype)
+            piece = GPU_PIECE if torch.cuda.is_available() else CPU_PIECE
+            made = Adapted(
+                model, self.rank, self.alpha, self.target, self.checkpointing, self.compiled, piece
+            )
+            made.check_head()
+            self.held.adapted = made
+        return self.held.adapted
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that came with the weights."""
+        if self.held.tokenizer is None:
+            self.held.tokenizer = read_tokenizer(locate(self.source))
+        return self.held.tokenizer
+
+    @property
+    def separator(self) -> int:
+        """The token id that ends a document."""
+        ids = self.adapted.base.config.eos_token_id
+        found = ids[0] if isinstance(ids, list) else ids
+        found = self.tokenizer.eos_token_id if found is None else found
+        if found is None:
+            raise DataError(f"{self.source} names no end-of-text token; set eos_token_id in its config.json.")
+        return int(found)
+
+    def fit_to(self, x: Tensor, y: Tensor) -> Self:
+        if x.dim() != 2 or x.is_floating_point() or x.shape[1] < 2 or y.shape != x.shape[:1] or not len(x):
+            raise DataError(
+                f"Inputs have shape {tuple(x.shape)} and type {x.dtype}, targets {tuple(y.shape)}; give token ids "
+                "[rows, length] and how many of each row count [rows], or use Federation.from_texts."
+            )
+        size = self.adapted.vocabulary
+        if int(x.min()) < 0 or int(x.max()) >= size:
+            raise DataError(
+                f"Token ids reach from {int(x.min())} to {int(x.max())}; the model knows 0..{size - 1}. "
+                "Use the tokenizer of the model."
+            )
+        if float(y.min()) < 1 or float(y.max()) > x.shape[1] - 1:
+            raise DataError(f"Targets must be 1 to {x.shape[1] - 1}, how many tokens of the row count.")
+        return replace(self, length=x.shape[1])
+
+    def initial(self, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        start = self.adapted.start(int(randomness.key(seed, "initial adapters")))
+        return start.to(device=device, dtype=dtype)
+
+    def loss(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return self._for_each(self._loss, 1, w, x, y, weight)
+
+    def grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return self._for_each(self._grad, self.d, w, x, y, weight)
+
+    def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return self._for_each(self._hvp, self.d, w, x, y, weight, v)
+
+    def measure(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Mean loss of the tokens and its exponential, the perplexity."""
+        loss = self.loss(w, x, y, weight)
+        return {"loss": loss, "perplexity": loss.exp()}
+
+    def scores(self, w: Tensor, x: Tensor) -> Tensor:
+        """Logits of the token that comes next after each row, [..., B, vocabulary]."""
+
+        def last(w: Tensor, x: Tensor) -> Tensor:
+            adapted = self._filled(w)
+            with torch.no_grad():
+                states = adapted.base.get_decoder()(input_ids=x.long(), use_cache=False).last_hidden_state
+                return adapted.base.get_output_embeddings()(states[:, -1]).to(w.dtype)
+
+        flat = [last(*one) for one in zip(w.reshape(-1, self.d), x.reshape(-1, *x.shape[-2:]), strict=True)]
+        return torch.stack(flat).reshape(*x.shape[:-1], -1)
+
+    def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """|H|_2 at `w`, from below, by Lanczos."""
+
+        def curve(v: Tensor) -> Tensor:
+            return self.hvp(w, v.to(w.dtype), x, y, weight).double()
+
+        start = randomness.normal(randomness.slots(randomness.key("smoothness"), self.d)).to(w.device)
+        return largest_curvature(curve, start.expand(w.shape), min(self.d, 12)).to(w.dtype)
+
+    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
+        """At most 100 steps of L-BFGS to gradient norm tol."""
+
+        def loss(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+            return self.loss(w, *rows) + 0.5 * pull * (w - centre).square().sum(-1, keepdim=True)
+
+        def grad(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+            return self.grad(w, *rows) + pull * (w - centre)
+
+        parts = (w, x, y, weight.to(w.dtype))
+        start, *rows = parts if w.dim() > 1 else tuple(part.unsqueeze(0) for part in parts)
+        limit = torch.full_like(start[:, :1], tol)
+        return lbfgs(loss, grad, start, (start, *rows), limit, steps=100).w.view_as(w)
+
+    def module(self, w: Tensor) -> nn.Module:
+        return ClientLM(self, w.detach())
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "model": "causal_lm",
+            "path_or_name": self.source,
+            "lora_rank": self.rank,
+            "target": self.target,
+            "lora_alpha": self.alpha,
+            "precision": self.precision,
+            "micro_batch": self.micro_batch,
+            "checkpointing": self.checkpointing,
+            "compiled": self.compiled,
+        }
+
+    def save_adapter(self, w: Tensor, folder: str | Path) -> None:
+        """Adapters `w` [d] as `PeftModel.from_pretrained(base, folder)` takes them."""
+        self._filled(w).save(Path(folder))
+
+    def save_base(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """The frozen model and its tokenizer as a plain folder of safetensors, which is read faster than GGUF."""
+        model = read_model(locate(self.source), dtype or torch.float32)
+        model.config.quantization_config = None
+        del model.config.quantization_config
+        model.save_pretrained(str(folder))
+        self.tokenizer.save_pretrained(str(folder))
+
+    def _filled(self, w: Tensor) -> Adapted:
+        """The model of one client, where its parameters are and in the precision that is set."""
+        low = self.precision == "bf16" or (self.precision == "auto" and w.is_cuda)
+        adapted = self.adapted.to(torch.bfloat16 if low else w.dtype, w.device)
+        adapted.fill(w)
+        return adapted
+
+    def _for_each(self, function: Callable[..., Tensor], size: int, w: Tensor, *rows: Tensor) -> Tensor:
+        """One client after the other: the tokens of one fill the machine."""
+        lead = w.shape[:-1]
+        if not lead:
+            return function(w, *rows)
+        flat = [part.reshape(-1, *part.shape[len(lead) :]) for part in (w, *rows)]
+        return torch.stack([function(*one) for one in zip(*flat, strict=True)]).reshape(*lead, size)
+
+    def _pieces(
+        self, w: Tensor, x: Tensor, share: Tensor, kept: float = 1.0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows in equal shares that fit in memory, or of `micro_batch` rows."""
+        count = len(x)
+        if self.micro_batch is None:
+            room = CPU_BYTES
+            if w.is_cuda:
+                room = int(GPU_SHARE * torch.cuda.get_device_properties(w.device).total_memory)
+            limit = max(1, int(room / (kept * self.adapted.bytes_per_token() * x.shape[1])))
+            size = -(-count // -(-count // limit))
+        else:
+            size = self.micro_batch
+        yield from zip(x.split(size), share.split(size), strict=True)
+
+    def _counted(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows that count and the share of every token in the loss, [rows, length - 1]."""
+        exact = torch.float64 if w.dtype == torch.float64 else torch.float32
+        x, y, weight = (part[weight != 0] for part in (x, y, weight))
+        weight, y = weight.double(), y.double()
+        places = torch.arange(x.shape[1] - 1, device=x.device) < y.unsqueeze(1)
+        share = weight * weight.sum() / (weight @ y)
+        return x, (places * share.unsqueeze(1)).to(exact)
+
+    def _loss(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        adapted = self._filled(w)
+        total = torch.zeros(1, dtype=torch.float64, device=w.device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            for tokens, share in self._pieces(w, *self._counted(w, x, y, weight), kept=0.1):
+                total += adapted.value(tokens, share).double()
+        return total.to(w.dtype)
+
+    def _grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        adapted = self._filled(w)
+        total = torch.zeros_like(w, memory_format=torch.contiguous_format)
+        for tokens, share in self._pieces(w, *self._counted(w, x, y, weight)):
+            total += adapted.gradient(tokens, share)
+        return total
+
+    def _hvp(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:
+        """By differentiating (gradient)'v, with operations that have second derivatives."""
+        adapted, total = self._filled(w), torch.zeros_like(w)
+        along = v.to(adapted.place[0])
+        with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            for tokens, share in self._pieces(w, *self._counted(w, x, y, weight), kept=4.0):
+                slopes = torch.autograd.grad(
+                    adapted.value(tokens, share, plain=True), adapted.parameters, create_graph=True
+                )
+                product = torch.cat([slope.reshape(-1) for slope in slopes]) @ along
+                curved = torch.autograd.grad(product, adapted.parameters, materialize_grads=True)
+                total += torch.cat([one.reshape(-1) for one in curved]).to(total.dtype)
+        return total
+
+
+class ClientLM(nn.Module):
+    """A client's language model: logits of token ids, and text that goes on from a prompt.
+
+    It shares the frozen base with the models of all other clients.
+    """
+
+    def __init__(self, model: CausalLM, w: Tensor) -> None:
+        super().__init__()
+        self.adapters = nn.Parameter(w.clone(), requires_grad=False)
+        self._model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [rows, length, vocabulary]."""
+        with torch.no_grad():
+            base = self._model._filled(self.adapters).base
+            return base(input_ids=ids.long().to(self.adapters.device), use_cache=False).logits
+
+    def generate(self, prompt: str, tokens: int = 40, temperature: float = 0.0, seed: int = 0) -> str:
+        """The prompt and `tokens` more: the likeliest, or drawn at a temperature."""
+        ids = self._model.tokenizer(prompt, return_tensors="pt").input_ids.to(self.adapters.device)
+        if ids.shape[1] == 0:
+            ids = torch.full((1, 1), self._model.separator, device=ids.device)
+        generator = torch.Generator(ids.device).manual_seed(seed)
+        base, given, past = self._model._filled(self.adapters).base, ids, None
+        for _ in range(tokens):
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                said = base(input_ids=given, past_key_values=past, use_cache=True)
+            logits, past = said.logits[0, -1].float(), said.past_key_values
+            if temperature > 0:
+                given = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)[None]
+            else:
+                given = logits.argmax(0).reshape(1, 1)
+            if int(given) == self._model.separator:
+                break
+            ids = torch.cat([ids, given], 1)
+        return self._model.tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def causal_lm(
+    path_or_name: str | Path,
+    lora_rank: int = 4,
+    target: str = "attention+mlp",
+    *,
+    lora_alpha: float = 32.0,
+    precision: str = "full",
+    micro_batch: int | None = None,
+    checkpointing: bool = False,
+    compiled: bool = False,
+) -> CausalLM:
+    """A pretrained language model whose parameters are low-rank adapters (peft's LoRA); the rest is frozen.
+
+    `path_or_name`: a folder with config.json and safetensors, a .gguf file, "smollm2", or a name that transformers
+    knows. `target`: "attention", "mlp" or both. `precision="bf16"` computes in bfloat16 and keeps adapters and sums
+    in the federation's type; "auto" does so on a GPU. Gradients are accumulated over `micro_batch` rows at a time
+    (None: what fits), `checkpointing` recomputes layers in the backward pass, `compiled` is worth it for long runs.
+    """
+    return CausalLM(
+        source=str(path_or_name),
+        rank=lora_rank,
+        alpha=lora_alpha,
+        target=target,
+        precision=precision,
+        micro_batch=micro_batch,
+        checkpointing=checkpointing,
+        compiled=compiled,
+    )
