@@ -51,8 +51,8 @@ class Adapted:
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.sizes = [p.numel() for p in self.parameters]
         self.d, self.piece = sum(self.sizes), piece
-        lists = [part for part in self.base.modules() if isinstance(part, nn.ModuleList)]
-        self.layers: list[nn.Module] = list(max(lists, key=lambda one: len(one), default=nn.ModuleList()))
+        lists = [list(part) for part in self.base.modules() if isinstance(part, nn.ModuleList)]
+        self.layers: list[nn.Module] = max(lists, key=len, default=[])
         if checkpointing:
             self._recompute()
         self.compiled = compiled
@@ -84,6 +84,13 @@ class Adapted:
         per_layer = width if self._recomputes else 16 * width + 6 * inner
         size = self.place[0].itemsize
         return size * (len(self.layers) * per_layer + 16 * width + 6 * inner)
+
+    def flops_per_token(self, length: int) -> float:
+        """Of a gradient: products with frozen weights forth and back, with adapters thrice, and causal attention."""
+        frozen = sum(p.numel() for layer in self.layers for p in layer.parameters() if not p.requires_grad)
+        head = self.base.get_output_embeddings().weight.numel()
+        attention = 7 * length * len(self.layers) * self.base.get_output_embeddings().weight.shape[1]
+        return 4.0 * (frozen + head) + 6.0 * self.d + attention
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Adapted:
         """The one copy moved to where it is needed; buffers, such as the frequencies of positions, keep their type."""

@@ -30,6 +30,7 @@ class _Held:
 
     adapted: Adapted | None = None
     tokenizer: Any = None
+    trained: int = 0  # tokens of which gradients were taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +253,7 @@ class CausalLM(Model):
         total = torch.zeros_like(w, memory_format=torch.contiguous_format)
         for tokens, share in self._pieces(w, *self._counted(w, x, y, weight)):
             total += adapted.gradient(tokens, share)
+            self.held.trained += share.numel()
         return total
 
     def _hvp(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:

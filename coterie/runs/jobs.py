@@ -75,10 +75,10 @@ def run_job(experiment: Experiment, plan: Plan, seed: int, folder: Path) -> None
     """Train or measure, and save what the table needs as JSON."""
     started = time.perf_counter()
     with naming(experiment.path, f"run {plan.key!r}, seed {seed}"):
+        home = record_path(experiment, (plan, seed), folder).with_suffix("") if plan.keep else None
         if plan.measure:
-            record = _measured(experiment, plan, seed)
+            record = _measured(experiment, plan, seed, home)
         else:
-            home = record_path(experiment, (plan, seed), folder).with_suffix("") if plan.keep else None
             record = _trained(experiment, plan, seed, home)
         broken = [name for name, value in record["metrics"].items() if not math.isfinite(value)]
         if broken:
@@ -88,9 +88,11 @@ def run_job(experiment: Experiment, plan: Plan, seed: int, folder: Path) -> None
     files.write_json(record_path(experiment, (plan, seed), folder), record)
 
 
-def _measured(experiment: Experiment, plan: Plan, seed: int) -> Table:
-    found = dict(measure(plan.measure or "")(experiment.only(plan.key), seed))
-    curve, plots = found.pop("curve", None), found.pop("plots", {})
+def _measured(experiment: Experiment, plan: Plan, seed: int, home: Path | None) -> Table:
+    function = measure(plan.measure or "")
+    options = {"home": home} if "home" in inspect.signature(function).parameters else {}
+    found = dict(function(experiment.only(plan.key), seed, **options))
+    curve, plots, clients = found.pop("curve", None), found.pop("plots", {}), found.pop("clients", {})
     versions = {
         "coterie": coterie.__version__,
         "python": platform.python_version(),
@@ -99,7 +101,7 @@ def _measured(experiment: Experiment, plan: Plan, seed: int) -> Table:
     metrics = {str(name): float(value) for name, value in found.items()}
     return {
         "metrics": metrics,
-        "clients": {},
+        "clients": clients,
         "curve": curve,
         "plots": plots,
         "settings": {},
@@ -154,10 +156,15 @@ def _best(fed: Federation, plan: Plan) -> Run:
 
 def _continued(fed: Federation, plan: Plan, home: Path) -> Run:
     """The run at fixed settings, from where it was if it was killed."""
+    (algorithm,) = _settings_to_try(plan)
+    return continued(fed, algorithm, plan, home)
+
+
+def continued(fed: Federation, algorithm: Algorithm, plan: Plan, home: Path) -> Run:
+    """A run of `algorithm` kept in `home`, from where it was if it was killed."""
     if home.exists():
         return resume(home, fed)
     home.parent.mkdir(parents=True, exist_ok=True)
-    (algorithm,) = _settings_to_try(plan)
     select = plan.select or "last"
     return fit(fed, algorithm, plan.rounds, home, evaluate_every=plan.evaluate_every, select=select)
 
@@ -347,7 +354,7 @@ def _check_arguments(name: str, made: Callable[..., Any], arguments: set[str], g
             raise SettingError(f"{name} needs the argument {argument!r}")
 
 
-def measure(reference: str) -> Callable[[Experiment, int], Table]:
+def measure(reference: str) -> Callable[..., Table]:
     """A function of this package, or one an installed package offers as entry point `coterie.experiments`."""
     for entry in entry_points(group="coterie.experiments"):
         if reference in (entry.name, entry.value):

@@ -1,0 +1,69 @@
+"""Texts of four languages from annotated corpora: Universal Dependencies and sentences of Wikipedia."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from coterie.data.files import decode, members
+from coterie.data.texts import Texts
+from coterie.errors import DataError
+
+LANGUAGES = ("ca", "es", "de", "nl")
+BLOCK = 20  # sentences that follow each other and are taken as a document where the file marks none
+_OPENING = re.compile(r"([(\[„«¿¡]) ")
+_CLOSING = re.compile(r" ([.,;:!?)\]%»“”])")
+
+
+def conllu_languages(path: str | Path, languages: Sequence[str] = LANGUAGES) -> Texts:
+    """The texts of CoNLL-U files (folder or tar archive) by the language their names begin with.
+
+    Documents are those the files mark (`# newdoc`, or the article in `sent_id`), else every twenty sentences.
+    """
+    documents: dict[str, list[str]] = {language: [] for language in languages}
+    for name, raw in sorted(members(path, lambda name: name.suffix == ".conllu")):
+        language = name.name[:2]
+        if language in documents:
+            documents[language] += _documents(name, decode(raw, f"{path}: {name}"))
+    for language, found in documents.items():
+        if not found:
+            raise DataError(
+                f"{path} has no text of {language!r}; its files are named like {language}_x.conllu"
+            )
+    return Texts(list(documents), list(documents.values()))
+
+
+def _documents(name: PurePosixPath, text: str) -> Iterator[str]:
+    current: str | None = None
+    sentences: list[str] = []
+    for mark, sentence in _sentences(text):
+        full = len(sentences) >= BLOCK if mark is None else mark != current
+        if sentences and full:
+            yield " ".join(sentences)
+            sentences = []
+        current = mark
+        sentences.append(sentence)
+    if sentences:
+        yield " ".join(sentences)
+
+
+def _sentences(text: str) -> Iterator[tuple[str | None, str]]:
+    """The document of every sentence, where it is marked, and its text."""
+    document: str | None = None
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if line]
+        notes = dict(line[2:].split(" = ", 1) for line in lines if line.startswith("# ") and " = " in line)
+        document = notes.get("newdoc id", document)
+        article = notes.get("sent_id", "").partition(".p.")
+        mark = document if document is not None else article[0] if article[1] else None
+        words = [line.split("\t")[1] for line in lines if not line.startswith("#") and line.count("\t") >= 1]
+        if "text" in notes:
+            yield mark, notes["text"]
+        elif words:
+            yield mark, _joined(words)
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Words as running text: punctuation stands where it belongs."""
+    return _OPENING.sub(r"\1", _CLOSING.sub(r"\1", " ".join(words)))
