@@ -202,7 +202,10 @@ class Network(Model):
         return output.unsqueeze(-1) if output.dim() == 1 else output
 
     def _row_losses(self, w: Tensor, x: Tensor, y: Tensor, unrolled: bool = False) -> Tensor:
-        scores = self._row_scores(w, x, unrolled)
+        return self._losses(self._row_scores(w, x, unrolled), y)
+
+    def _losses(self, scores: Tensor, y: Tensor) -> Tensor:
+        """A loss for each row from its outputs."""
         if not isinstance(self.criterion, str):
             return self.criterion(scores, y)
         if self.task == "multiclass":
@@ -215,6 +218,13 @@ class Network(Model):
     def _objective(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, unrolled: bool = False) -> Tensor:
         return (self._row_losses(w, x, y, unrolled) * weight).sum()
 
+    def _chained(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """The sum over a stack of clients of `_objective`, for a chain of linear layers."""
+        with computing_in(self.precision, w.device):
+            scores = self.skeleton.chained(w, x)
+        losses = self._losses(scores.to(w.dtype).flatten(0, 1), y.flatten())
+        return (losses.view(weight.shape) * weight).sum()
+
     def _exact(self) -> Network:
         """The same network at full precision, for what would drown in rounding."""
         return self if self.precision == "full" else replace(self, precision="full", compiled=False)
@@ -222,7 +232,15 @@ class Network(Model):
     @functools.cached_property
     def _ways(self) -> Ways:
         tolerance = ROUNDING[self.precision] if self.compiled else None
-        return Ways(self._objective, lambda: self._bytes_per_row, self.stacked, tolerance, self.decisions)
+        chain = isinstance(self.criterion, str) and not self.tokens and self.skeleton.layers is not None
+        return Ways(
+            self._objective,
+            lambda: self._bytes_per_row,
+            self.stacked,
+            tolerance,
+            self.decisions,
+            self._chained if chain else None,
+        )
 
     @functools.cached_property
     def _bytes_per_row(self) -> int:

@@ -1,6 +1,7 @@
 """How the gradient of a network is computed for a stack of clients, in pieces that fit in memory.
 
-*Stacked* maps the whole gradient over the clients at once (torch.func.vmap), best for many small models; *looped*
+*Stacked* is the whole gradient of all clients at once (products of stacks of matrices for a chain of linear layers,
+torch.func.vmap for other modules), best for many small models; *looped*
 takes one client after the other; *captured*, on a GPU, is the loop as one CUDA graph over several streams. What is
 not set is measured, once per shape.
 """
@@ -29,7 +30,8 @@ class Ways:
     """Gradients, Hessian products and functions of rows for one client (w [d]) or a stack of them (w [k, d]).
 
     `stacked` is True, False or "auto"; `tolerance` turns on compiling, and is how far, relative to the gradient,
-    compiled code may be off; `decisions` remembers what was measured.
+    compiled code may be off; `decisions` remembers what was measured; `summed` is the sum of the objectives of a stack,
+    where the module allows it without vmap.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class Ways:
         stacked: str | bool,
         tolerance: float | None,
         decisions: dict[str, str],
+        summed: Objective | None = None,
     ) -> None:
-        self.objective, self.bytes_per_row = objective, bytes_per_row
+        self.objective, self.bytes_per_row, self.summed = objective, bytes_per_row, summed
         self.stacked, self.tolerance, self.decisions = stacked, tolerance, decisions
         self.captured = Captured(self._whole_gradient)
         self._value, self._values = objective, self._together
@@ -94,6 +97,8 @@ class Ways:
 
     def _together(self, w: Tensor, *rows: Tensor) -> Tensor:
         """Sum over a stack of clients, whose gradient in `w` has every client's own in its row."""
+        if self.summed is not None:
+            return self.summed(w, *rows)
         return vmap(functools.partial(self.objective, unrolled=True))(w, *rows).sum()
 
     def _whole_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ class Ways:
         return _sum(self._mapped_gradient(w, *part) for part in self._pieces(w, rows, axis=1))
 
     def _mapped_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
-        if self.tolerance is None:
+        if self.tolerance is None and self.summed is None:
             return _mapped(functools.partial(grad(self.objective), unrolled=True), w, *rows)
         with torch.enable_grad():
             leaf = w.detach().contiguous().requires_grad_()

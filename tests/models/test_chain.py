@@ -1,0 +1,64 @@
+"""A chain of linear layers is stacked without vmap, with the gradients of one client after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from coterie import models
+from coterie.models.skeleton import Skeleton
+
+
+def rows(k: int = 5, b: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(k, b, 2, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (k, b), generator=generator)
+    weight = torch.rand(k, b, generator=generator, dtype=torch.float64)
+    return x, y, weight
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_stacked_equals_looped(activation: str) -> None:
+    x, y, weight = rows()
+    model = models.mlp(hidden=(6, 5), activation=activation, stacked=True).fit_to(
+        x.flatten(0, 1), y.flatten()
+    )
+    w = torch.randn(5, model.d, dtype=torch.float64)
+    assert model.skeleton.layers is not None
+    torch.testing.assert_close(
+        model.grad(w, x, y, weight), model._ways.looped(w, x, y, weight), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_shared_parameters_and_regression_without_bias() -> None:
+    x, _, weight = rows()
+    y = x.sum((-2, -1))
+    chain = nn.Sequential(
+        nn.Flatten(), nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh()), nn.Linear(4, 1)
+    )
+    model = models.network(chain, stacked=True).fit_to(x.flatten(0, 1), y.flatten())
+    w = torch.randn(model.d, dtype=torch.float64).expand(5, -1)
+    torch.testing.assert_close(
+        model.grad(w, x, y, weight), model._ways.looped(w, x, y, weight), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Linear(6, 4), nn.Softmax(-1), nn.Linear(4, 2)),
+        nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+        nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.0), nn.Linear(4, 2)),
+        nn.Sequential(nn.Flatten(0, 1), nn.Linear(6, 2)),
+        nn.Sequential(nn.Conv1d(1, 1, 3), nn.Flatten()),
+    ],
+)
+def test_what_is_no_chain_is_left_to_vmap(module: nn.Module) -> None:
+    assert Skeleton(module).layers is None
+
+
+def test_frozen_layers_are_no_chain() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    module[0].requires_grad_(False)
+    assert Skeleton(module).layers is None
