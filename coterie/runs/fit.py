@@ -46,7 +46,8 @@ def fit(
     training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
     rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the
     scored round with the lowest mean validation loss instead of the last ones. "auto" races the sensible methods
-    on validation rows (`coterie.choose`). `track` is "tensorboard", "mlflow" or a tracker of your own.
+    on validation rows (`coterie.choose`); it scores at its own rounds, always deploys the best one and writes no
+    checkpoints, so `evaluate_every`, `select` and `checkpoint_every` do not apply. `track` is "tensorboard", "mlflow" or a tracker of your own.
     """
     if algorithm == "auto":
         from coterie.runs.auto import fit_chosen
@@ -142,8 +143,11 @@ class Contestant:
             self.progress = _begin(self.fed, algorithm, self.plan)
 
     def advance(self, until: int, watch: Watch | None = None) -> None:
+        """The rounds up to `until`; the last round of all is scored like those before it."""
         with _threads(self.fed, self.algorithm):
             _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
+            if self.progress.round == self.plan["rounds"]:
+                _score_end(self.fed, self.algorithm, self.progress, self.plan)
 
     @property
     def loss(self) -> float:
@@ -155,6 +159,11 @@ class Contestant:
         value = self.progress.history.at(self.progress.best.round, "validation", metric)
         assert value is not None
         return value
+
+    def scores(self) -> dict[str, Tensor]:
+        """All validation metrics [n] at the best round so far."""
+        blocks, best = self.progress.history.blocks, self.progress.best.round
+        return {metric: value for t, split, metric, value in blocks if (t, split) == (best, "validation")}
 
     def megabytes(self) -> float:
         """Sent up and down so far, evaluation not counted."""
@@ -237,9 +246,7 @@ def _finish(
 ) -> Run:
     """Score the end, once, on the models that are deployed."""
     t = progress.round
-    fed.enter_round(t, progress.state)
-    if t > 0:
-        _score(fed, algorithm, progress, plan)
+    _score_end(fed, algorithm, progress, plan)
     chosen = progress.best.personal if plan["select"] == "best" else None
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
@@ -262,6 +269,14 @@ def _finish(
         folder.finish(run)
         run.folder = folder.path
     return run
+
+
+def _score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
+    """The score after the last round, unless it was taken already."""
+    t = progress.round
+    fed.enter_round(t, progress.state)
+    if t > 0 and progress.history.at(t, "validation", "loss") is None:
+        _score(fed, algorithm, progress, plan)
 
 
 def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import coterie
 from coterie import models
-from coterie.errors import DataError, SettingError
+from coterie.algorithms import make
+from coterie.errors import CoterieError, DataError, SettingError
 from coterie.federation.federation import Federation
 from coterie.runs import auto
+from coterie.runs.auto_race import Entrant, Race
+from coterie.runs.auto_words import gains
 from coterie.runs.compare import compare
-from coterie.runs.fit import fit, resume
+from coterie.runs.fit import Contestant, fit, resume
+from coterie.runs.folds import folds
 
 SPLIT = (0.6, 0.2, 0.2)
 
@@ -32,8 +35,6 @@ def world(rows: int, spread: float, clients: int = 8, d: int = 6, seed: int = 0)
 
 
 def rmse(fed: Federation, algorithm: str, **settings: float) -> float:
-    from coterie.algorithms import make
-
     return float(fit(fed, make(algorithm, **settings), 60, select="best").score("test", "rmse").mean())
 
 
@@ -63,9 +64,9 @@ def test_test_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_budget_is_kept() -> None:
     fed = world(20, 0.3)
-    for effort in (4, 12):
+    for effort in (6, 20):
         choice = coterie.choose(fed, rounds=27, effort=effort)
-        assert sum(row["rounds"] for row in choice.rows) <= effort * 27
+        assert sum(row["rounds"] + row["checked_rounds"] for row in choice.rows) <= effort * 27
     free = sum(row["megabytes"] for row in choice.rows)
     tight = coterie.choose(fed, rounds=27, budget_mb=free / 4)
     one_more = max(row["megabytes"] for row in choice.rows)
@@ -108,42 +109,126 @@ def test_what_cannot_be_raced_is_said() -> None:
     assert any("Could not take part: oracle" in line and "clusters" in line for line in choice.why)
 
 
-class Stub:
-    """A contestant with known validation metrics."""
-
-    def __init__(self, accuracy: list[float]) -> None:
-        self.accuracy = accuracy
-
-    def validation(self, metric: str) -> Tensor:
-        return torch.tensor(self.accuracy, dtype=torch.float64)
+def entrant(name: str, **metrics: list[float]) -> Entrant:
+    """Somebody with known validation metrics."""
+    scores = {metric: torch.tensor(values, dtype=torch.float64) for metric, values in metrics.items()}
+    found = Entrant(make(name), scores=scores)
+    if "loss" in scores:
+        found.loss = float(scores["loss"].mean())
+    return found
 
 
 def test_gains_are_told_by_name() -> None:
     names = ["basel", "bern", "va", "zug"]
-    alone = Stub([0.80, 0.70, 0.90, 0.60])
-    said = auto._gains(names, Stub([0.83, 0.74, 0.88, 0.62]), alone, "accuracy")  # type: ignore[arg-type]
+    alone = entrant("local", accuracy=[0.80, 0.70, 0.90, 0.60])
+    said = gains(names, entrant("ditto", accuracy=[0.83, 0.74, 0.88, 0.62]), alone, "accuracy")
     assert said.startswith("va is better off alone (-2 points); the other 3 gain 3 ± ")
-    said = auto._gains(names, Stub([0.83, 0.74, 0.92, 0.62]), alone, "accuracy")  # type: ignore[arg-type]
+    said = gains(names, entrant("ditto", accuracy=[0.83, 0.74, 0.92, 0.62]), alone, "accuracy")
     assert said.startswith("Every client is as well off or better: 2.7 ± ")
-    said = auto._gains(names, Stub([0.7, 0.6, 0.8, 0.5]), alone, "rmse")  # type: ignore[arg-type]
+    worse = entrant("local", rmse=[0.80, 0.70, 0.90, 0.60])
+    said = gains(names, entrant("ditto", rmse=[0.7, 0.6, 0.8, 0.5]), worse, "rmse")
     assert said.startswith("Every client is as well off or better: 0.1") and "in rmse" in said
 
 
 def test_a_simpler_method_wins_a_draw() -> None:
-    fed = world(20, 0.0)
-    race = auto.Race(fed, 9, None, None)
-    race.enter([coterie.algorithms.make("ditto", lam=1.0), coterie.algorithms.make("fedavg")])
-    ditto, fedavg = race.everybody
-    for contestant in (ditto, fedavg):
-        contestant.advance(9)
-    values = torch.linspace(0.9, 1.1, fed.n, dtype=torch.float64)
+    race = Race(world(20, 0.0), 9)
+    values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
+    wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+    ditto = entrant("ditto", loss=values.tolist())
+    as_good = entrant("fedavg", loss=(values + wide + 0.01).tolist())
+    race.finalists = [ditto, as_good]
+    assert race._winner() is as_good
+    worse = entrant("fedavg", loss=(values + 1e-4 * wide + 0.01).tolist())
+    race.finalists = [ditto, worse]
+    assert race._winner() is ditto
 
-    def spoil(shift: Tensor) -> auto.Contestant:
-        for contestant, loss in ((ditto, values), (fedavg, values + shift)):
-            contestant.progress.history.add(contestant.progress.best.round, "validation", {"loss": loss})
-            contestant.progress.best.loss = float(loss.mean())
-        return race._winner([ditto, fedavg])
 
-    wide = 0.3 * torch.tensor([1.0, -1.0] * (fed.n // 2), dtype=torch.float64)
-    assert spoil(wide + 0.01) is fedavg
-    assert spoil(0.01 * torch.ones(fed.n, dtype=torch.float64) + 1e-4 * wide) is ditto
+def test_heats_keep_every_method_once_and_few_settings_of_one() -> None:
+    race = Race(world(20, 0.0), 9)
+    field = [entrant("ditto", loss=[k / 10]) for k in range(6)]
+    field += [entrant("fedavg", loss=[0.9]), entrant("fedavg", loss=[1.0]), entrant("local", loss=[2.0])]
+    slow, alone = field[6], field[8]
+    assert race._best_of(field, 3, heat=0) == [field[0], slow, alone]
+    assert race._best_of(field, 4, heat=0) == [*field[:2], slow, alone]
+    assert race._best_of(field, 3, heat=1) == [*field[:2], slow, alone]
+    assert race._best_of(field[:6], 3, heat=1) == field[:2]
+
+
+def test_losers_keep_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no time are there more runs under way than the heat keeps, and one."""
+    fed, most = world(20, 0.3), 0
+    race = Race(fed, 18)
+    real = Entrant.advance
+
+    def counted(self: Entrant, until: int) -> None:
+        nonlocal most
+        real(self, until)
+        most = max(most, sum(e.running is not None for e in race.everybody))
+
+    monkeypatch.setattr(Entrant, "advance", counted)
+    field = auto.entrants(fed, None, coterie.advise(fed), 24, 18)
+    winner = race.run(field)
+    assert most <= len(field) / 3 + 2 < len(race.everybody)
+    assert winner.running is not None
+    assert all(e.running is None and not e.scores for e in race.everybody if e not in race.finalists)
+
+
+def test_close_finalists_are_checked_on_further_splits() -> None:
+    """Each trains again to the round it was best at; the mean over these splits decides, and is told."""
+    fed = world(20, 0.3)
+    choice = coterie.choose(fed, rounds=18, methods=["fedavg", "ditto"], effort=16)
+    checked = [row for row in choice.rows if row["checked_loss"] is not None]
+    assert len(checked) >= 2 and choice.rows[0] in checked
+    assert any("too close to tell" in line and "3 further splits" in line for line in choice.why)
+    by_hand = []
+    for fold in folds(fed, 3):
+        run = fit(fold, choice.run.algorithm, choice.run.deployed_round, evaluate_every=0)
+        by_hand.append(run.score("validation", "loss"))
+    expected = float(torch.stack(by_hand).nanmean(0).mean())
+    assert choice.rows[0]["checked_loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_clear_winner_is_not_checked() -> None:
+    choice = coterie.choose(world(200, 2.0), rounds=18, methods=["local", "fedavg"], effort=16)
+    assert choice.run.algorithm.name == "local"
+    far = [row for row in choice.rows if row["method"] == "fedavg"]
+    assert far and all(row["checked_rounds"] == 0 for row in far)
+
+
+def test_hierarchical_models_take_part_where_they_can() -> None:
+    fed = world(20, 0.3)
+    names = [a.settings()["grouping"] for a in auto._estimated(fed)]
+    assert names == ["one"]
+    known = Federation.from_arrays(
+        [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(), clusters=[0, 0, 1, 1], split=SPLIT
+    )
+    assert [a.settings()["grouping"] for a in auto._estimated(known)] == ["known", "one"]
+    net = models.network(lambda: torch.nn.Linear(6, 1))
+    wide = Federation.from_arrays([torch.randn(9, 6)] * 4, [torch.randn(9)] * 4, net, split=SPLIT)
+    assert auto._estimated(wide) == []
+
+
+def test_whoever_fails_on_the_way_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed, real = world(20, 0.3), Contestant.advance
+
+    def advance(self: Contestant, until: int, watch: None = None) -> None:
+        if self.algorithm.name == "ditto" and not self.fed.has_rows("test"):
+            raise CoterieError("no solution")
+        if self.algorithm.name == "fedavg" and until > 6:
+            raise CoterieError("no way on")
+        real(self, until, watch)
+
+    monkeypatch.setattr(Contestant, "advance", advance)
+    choice = coterie.choose(fed, rounds=18, methods=["fedavg", "ditto"], effort=24)
+    assert any("fedavg: no way on" in line for line in choice.why)
+    assert any("ditto, in the check: no solution" in line for line in choice.why)
+    assert choice.run.algorithm.name == "local"
+
+
+def test_splits_on_which_nothing_was_chosen_decide() -> None:
+    race = Race(world(20, 0.0), 9)
+    lucky, steady = entrant("ditto", loss=[0.1] * 4), entrant("ifca", loss=[0.2] * 4)
+    for one, loss in ((lucky, 0.5), (steady, 0.3)):
+        one.checks = [{"loss": torch.tensor([loss, loss + 0.1, loss, loss - 0.1])}] * 2
+    race.finalists = [lucky, steady, entrant("cobo", loss=[0.05] * 4)]
+    assert race._winner() is steady

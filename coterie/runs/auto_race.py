@@ -1,0 +1,282 @@
+"""The race behind `auto`: heats of successive halving, then a check of the finalists on further splits.
+
+Heats of a ninth and a third of the rounds thin the field by three each (Jamieson and Talwalkar, 2016); the finalists
+train to the end. Those that validation rows cannot tell from the leader are trained again on further splits of the rows
+that are not test rows, each to the round it was best at. These splits decide: settings and rounds were chosen on the
+first one, which flatters methods with many of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.algorithms import Algorithm
+from coterie.errors import CoterieError, SettingError
+from coterie.federation.federation import Federation
+from coterie.runs.fit import Contestant
+from coterie.runs.folds import can_fold, folds
+from coterie.runs.history import interval, mean_over_clients
+
+THIN = 3  # each heat keeps one in so many
+HEATS = 3
+FOLDS = 3  # further splits on which finalists are checked
+SETTINGS = 2  # finalists of one method at most
+ROBUST = 0.5  # a method must beat a simpler one by so many standard errors of the difference
+SIMPLEST = ("local", "fedavg", "fine-tuned", "rtfa", "ftfa", "ditto")
+
+Watch = Callable[[str, int, int], None]
+
+
+def every(rounds: int) -> int:
+    """Rounds between two scores."""
+    return max(1, rounds // (2 * THIN ** (HEATS - 1)))
+
+
+def stops(rounds: int) -> list[int]:
+    """The round at which each heat ends, one that is scored."""
+    step = every(rounds)
+    ends = [max(step, round(rounds / THIN ** (HEATS - 1 - heat) / step) * step) for heat in range(HEATS - 1)]
+    return [*(min(end, rounds) for end in ends), rounds]
+
+
+def cost(places: int, methods: int, rounds: int) -> int:
+    """Rounds that the heats of a race of so many take at most."""
+    total, left = 0, places
+    for heat, (before, stop) in enumerate(itertools.pairwise([0, *stops(rounds)])):
+        total += left * (stop - before)
+        if heat < HEATS - 1:
+            kept = math.ceil(left / THIN) + 1  # training alone may stay beside the best
+            left = min(left, max(kept, methods) if heat == 0 else kept)
+    return total
+
+
+@dataclass
+class Entrant:
+    """Somebody in the race; once out, only numbers are left of it."""
+
+    algorithm: Algorithm
+    running: Contestant | None = None
+    rounds: int = 0
+    checked_rounds: int = 0
+    loss: float = math.inf  # the lowest mean validation loss
+    best_round: int = 0
+    megabytes: float = 0.0
+    scores: dict[str, Tensor] = field(default_factory=dict, repr=False)  # validation metrics [n], best round
+    checks: list[dict[str, Tensor]] = field(default_factory=list, repr=False)  # the same on further splits
+
+    def advance(self, until: int) -> None:
+        assert self.running is not None
+        self.running.advance(until)
+        self.rounds, self.loss = self.running.progress.round, self.running.loss
+        self.best_round, self.megabytes = self.running.progress.best.round, self.running.megabytes()
+        self.scores = self.running.scores() if math.isfinite(self.loss) else {}
+
+    def retire(self) -> None:
+        self.running, self.scores, self.checks = None, {}, []
+
+    def validation(self, metric: str, checks: int | None = None) -> Tensor:
+        """A metric [n] on rows held out: the mean over further splits if there were any, else the first."""
+        found = self.checks[: len(self.checks) if checks is None else checks]
+        return torch.stack([split[metric] for split in found or [self.scores]]).nanmean(0)
+
+    def held_out_loss(self) -> float:
+        """Mean over clients."""
+        return mean_over_clients(self.validation("loss")) if self.scores else math.inf
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "method": self.algorithm.name,
+            "settings": self.algorithm.settings(),
+            "rounds": self.rounds,
+            "checked_rounds": self.checked_rounds,
+            "validation_loss": self.loss if math.isfinite(self.loss) else None,
+            "checked_loss": self.held_out_loss() if self.checks else None,
+            "megabytes": self.megabytes,
+        }
+
+
+class Race:
+    """Heats and check; entrants that diverge or cannot run here drop out."""
+
+    def __init__(
+        self,
+        fed: Federation,
+        rounds: int,
+        limit: float = math.inf,
+        budget_mb: float | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.fed, self.rounds, self.limit = fed, rounds, limit
+        self.budget_mb, self.watch = budget_mb, watch
+        self.everybody: list[Entrant] = []
+        self.finalists: list[Entrant] = []
+        self.refused: list[str] = []
+
+    def run(self, field_: Sequence[Algorithm]) -> Entrant:
+        left = [Entrant(algorithm) for algorithm in field_]
+        for heat, stop in enumerate(stops(self.rounds)):
+            left = self._heat(heat, stop, left)
+        self.finalists = left
+        self._check()
+        return self._winner()
+
+    def _heat(self, heat: int, stop: int, starters: list[Entrant]) -> list[Entrant]:
+        """Everybody up to `stop`; whoever cannot be among the best any more goes at once."""
+        last = heat == HEATS - 1
+        count = len(starters) if last else math.ceil(len(starters) / THIN)
+        kept: list[Entrant] = []
+        for entrant in starters:
+            self._report(f"heat {heat + 1}: {entrant.algorithm.name}")
+            if not self._advance(entrant, stop if not self._exhausted() or not kept else 0):
+                continue
+            field_ = [*kept, entrant]
+            kept = field_ if last else self._best_of(field_, count, heat)
+            for loser in field_:
+                if loser not in kept:
+                    loser.retire()
+        if not kept:
+            raise SettingError(f"none of the methods can run here. {self.refused[0]}")
+        return kept
+
+    def _advance(self, entrant: Entrant, until: int) -> bool:
+        """Whether the method can run here, as far as that."""
+        try:
+            if entrant.running is None:
+                entrant.running = Contestant(self.fed, entrant.algorithm, self.rounds, every(self.rounds))
+                self.everybody.append(entrant)
+            entrant.advance(until)
+        except CoterieError as problem:
+            self.refused.append(f"{entrant.algorithm.name}: {problem}")
+            entrant.retire()
+        return entrant.running is not None
+
+    def _best_of(self, field_: list[Entrant], count: int, heat: int) -> list[Entrant]:
+        """The best, and always the best settings of training alone, against which gains are told.
+
+        After the first heat the best settings of every method stay, since some start slowly; in the last one
+        different methods are to meet, not many settings of one.
+        """
+        ranked = sorted(field_, key=lambda entrant: entrant.loss)
+        place: dict[str, int] = {}
+        standing = [(entrant, _next(place, entrant.algorithm.name)) for entrant in ranked]
+        sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name == "local")]
+        most = len(ranked) if heat < HEATS - 2 else SETTINGS
+        others = [e for e, k in standing if k < most and e not in sure]
+        free = count - (len(sure) if heat == 0 else 0)
+        kept = [*sure, *others[: max(0, free)]]
+        return sorted(kept, key=lambda entrant: entrant.loss)
+
+    def _check(self) -> None:
+        """Further splits for those that may be the best; a split counts only if all of them had it."""
+        asked = self._close()
+        if len(asked) < 2 or not can_fold(self.fed):
+            return
+        for k, fold in enumerate(folds(self.fed, FOLDS)):
+            found: list[tuple[Entrant, dict[str, Tensor]]] = []
+            for entrant in asked:
+                if self._exhausted():
+                    return
+                self._report(f"check {k + 1}: {entrant.algorithm.name}")
+                try:
+                    found.append((entrant, self._again(fold, entrant)))
+                except CoterieError as problem:
+                    self.refused.append(f"{entrant.algorithm.name}, in the check: {problem}")
+            for entrant, scores in found:
+                entrant.checks.append(scores)
+            asked = [entrant for entrant, _ in found]
+
+    def _again(self, fold: Federation, entrant: Entrant) -> dict[str, Tensor]:
+        """Validation metrics of an entrant trained on other rows, as far as it was best."""
+        again = Contestant(fold, entrant.algorithm, entrant.best_round, 0)
+        again.advance(entrant.best_round)
+        entrant.checked_rounds += entrant.best_round
+        entrant.megabytes += again.megabytes()
+        return again.scores()
+
+    def _close(self) -> list[Entrant]:
+        """The leader and whoever is not clearly worse, best first, with training alone, while the rounds last."""
+        ranked = sorted((e for e in self.finalists if e.scores), key=lambda entrant: entrant.loss)
+        if not ranked or all(clearly(ranked[0], rival) for rival in ranked[1:]):
+            return []
+        leader, alone = ranked[0], self.alone()
+        rivals = [e for e in ranked[1:] if e is not alone and not clearly(leader, e)]
+        asked, left = [], self.limit - self.spent()
+        for entrant in [leader, *([] if alone in (None, leader) else [alone]), *rivals]:
+            left -= FOLDS * entrant.best_round
+            if left < 0:
+                break
+            asked.append(entrant)
+        return asked
+
+    def _winner(self) -> Entrant:
+        """The lowest loss on rows held out, unless a simpler method is as good as one can tell."""
+        judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
+        best = min(judged, key=Entrant.held_out_loss)
+        for name in SIMPLEST:
+            if name == best.algorithm.name:
+                break
+            rival = min(
+                (e for e in judged if e.algorithm.name == name), key=Entrant.held_out_loss, default=None
+            )
+            if rival is None or not rival.scores:
+                continue
+            worse = _difference(rival, best)
+            if len(worse) > 2 and float(worse.mean()) < ROBUST * float(worse.std()) / math.sqrt(len(worse)):
+                return rival
+        return best
+
+    def alone(self) -> Entrant | None:
+        """The best settings of training alone in the last heat."""
+        found = (e for e in self.finalists if e.algorithm.name == "local" and e.scores)
+        return min(found, key=lambda entrant: entrant.loss, default=None)
+
+    @property
+    def checks(self) -> int:
+        """Further splits that the finalists were compared on."""
+        return max(len(entrant.checks) for entrant in self.finalists)
+
+    def rows(self, winner: Entrant) -> list[dict[str, Any]]:
+        """Everybody, best first."""
+        ranked = sorted(self.everybody, key=lambda e: (e is not winner, -e.rounds, e.loss))
+        return [entrant.row() for entrant in ranked]
+
+    def spent(self) -> int:
+        """Rounds so far."""
+        return sum(entrant.rounds + entrant.checked_rounds for entrant in self.everybody)
+
+    def megabytes(self) -> float:
+        return sum(entrant.megabytes for entrant in self.everybody)
+
+    def _exhausted(self) -> bool:
+        return self.budget_mb is not None and self.megabytes() >= self.budget_mb
+
+    def _report(self, what: str) -> None:
+        if self.watch is not None:
+            done = self.spent()
+            self.watch(what, done, max(done + 1, int(min(self.limit, 1 << 40))))
+
+
+def clearly(better: Entrant, worse: Entrant) -> bool:
+    """Whether the loss on rows held out is lower by more than chance between clients (95 %)."""
+    low, _ = interval(_difference(worse, better))
+    return low is not None and low > 0
+
+
+def _difference(one: Entrant, other: Entrant) -> Tensor:
+    """Losses per client of one less those of the other, on the same rows."""
+    checks = min(len(one.checks), len(other.checks))
+    gap = one.validation("loss", checks) - other.validation("loss", checks)
+    return gap[~gap.isnan()]
+
+
+def _next(count: dict[str, int], name: str) -> int:
+    """How often the name came before."""
+    count[name] = count.get(name, -1) + 1
+    return count[name]
