@@ -46,7 +46,7 @@ class Skeleton:
             (layer.start_dim, layer.end_dim) == (1, -1) for layer in layers if isinstance(layer, nn.Flatten)
         )
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
-        trains = len(self.names) == len(list(self.module.parameters())) > 0
+        trains = len(self.names) == sum(len(list(layer.parameters())) for layer in plain) > 0
         return plain if known and starts and trains and not hooked else None
 
     def chained(self, w: Tensor, x: Tensor) -> Tensor:

@@ -62,3 +62,8 @@ def test_frozen_layers_are_no_chain() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
     module[0].requires_grad_(False)
     assert Skeleton(module).layers is None
+
+
+def test_a_layer_that_is_there_twice_is_no_chain() -> None:
+    twice = nn.Linear(4, 4)
+    assert Skeleton(nn.Sequential(twice, nn.ReLU(), twice)).layers is None
