@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from coterie.data.files import decode, members
 from coterie.data.texts import Texts
-from coterie.errors import DataError
+from coterie.errors import DataError, SettingError
 
 LANGUAGES = ("ca", "es", "de", "nl")
 BLOCK = 20  # sentences that follow each other and are taken as a document where the file marks none
@@ -16,16 +16,21 @@ _OPENING = re.compile(r"([(\[„«¿¡]) ")
 _CLOSING = re.compile(r" ([.,;:!?)\]%»“”])")
 
 
-def conllu_languages(path: str | Path, languages: Sequence[str] = LANGUAGES) -> Texts:
+def conllu_languages(
+    path: str | Path, languages: Sequence[str] = LANGUAGES, sentences: int | None = None
+) -> Texts:
     """The texts of CoNLL-U files (folder or tar archive) by the language their names begin with.
 
-    Documents are those the files mark (`# newdoc`, or the article in `sent_id`), else every twenty sentences.
+    Documents are those the files mark (`# newdoc`, or the article in `sent_id`), else every twenty sentences; with
+    `sentences` every so many sentences, whatever is marked.
     """
+    if sentences is not None and sentences < 1:
+        raise SettingError(f"sentences={sentences}; give 1 or more, or None")
     documents: dict[str, list[str]] = {language: [] for language in languages}
     for name, raw in sorted(members(path, lambda name: name.suffix == ".conllu")):
         language = name.name[:2]
         if language in documents:
-            documents[language] += _documents(name, decode(raw, f"{path}: {name}"))
+            documents[language] += _documents(decode(raw, f"{path}: {name}"), sentences)
     for language, found in documents.items():
         if not found:
             raise DataError(
@@ -34,11 +39,14 @@ def conllu_languages(path: str | Path, languages: Sequence[str] = LANGUAGES) -> 
     return Texts(list(documents), list(documents.values()))
 
 
-def _documents(name: PurePosixPath, text: str) -> Iterator[str]:
+def _documents(text: str, block: int | None) -> Iterator[str]:
     current: str | None = None
     sentences: list[str] = []
     for mark, sentence in _sentences(text):
-        full = len(sentences) >= BLOCK if mark is None else mark != current
+        if block is not None or mark is None:
+            full = len(sentences) >= (block or BLOCK)
+        else:
+            full = mark != current
         if sentences and full:
             yield " ".join(sentences)
             sentences = []

@@ -58,8 +58,10 @@ class Adapted:
         self.compiled = compiled
         self._trusted: dict[tuple[Any, ...], bool] = {}
         if compiled:
-            for layer in self.layers:
-                layer.compile(dynamic=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for layer in self.layers:
+                    layer.compile(dynamic=False)
 
     @property
     def base(self) -> Any:

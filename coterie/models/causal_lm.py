@@ -213,7 +213,7 @@ class CausalLM(Model):
         lead = w.shape[:-1]
         if not lead:
             return function(w, *rows)
-        flat = [part.reshape(-1, *part.shape[len(lead) :]) for part in (w, *rows)]
+        flat = [part.flatten(0, len(lead) - 1) for part in (w, *rows)]
         return torch.stack([function(*one) for one in zip(*flat, strict=True)]).reshape(*lead, size)
 
     def _pieces(
@@ -221,6 +221,8 @@ class CausalLM(Model):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows in equal shares that fit in memory, or of `micro_batch` rows."""
         count = len(x)
+        if count == 0:
+            return
         if self.micro_batch is None:
             room = CPU_BYTES
             if w.is_cuda:

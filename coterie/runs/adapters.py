@@ -1,0 +1,26 @@
+"""The adapters of every client of a run, in peft's own format."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from coterie.errors import RunError, SettingError
+from coterie.models.causal_lm import CausalLM
+from coterie.runs.run import Run
+
+
+def save_adapters(run: Run, folder: str | Path) -> list[Path]:
+    """A folder per client, which `peft.PeftModel.from_pretrained(base, folder)` reads; the folders in order."""
+    folder, model = Path(folder), run.fed.model
+    if not isinstance(model, CausalLM):
+        raise SettingError(f"{type(model).__name__} has no adapters; use `coterie export` for its models")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} exists already. Choose another folder, or delete it.")
+    names = [re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "_" for name in run.fed.names]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        names = [f"{k}-{name}" for k, name in enumerate(names)]
+    for name, adapters in zip(names, run.personal, strict=True):
+        model.save_adapter(adapters, folder / name)
+    return [folder / name for name in names]

