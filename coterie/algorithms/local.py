@@ -30,11 +30,13 @@ class Local(Algorithm):
     exact: bool = setting(False, "solve instead of stepping")
 
     def start(self, fed: Federation) -> State:
-        return State()
+        return State(done=False)
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        fed.map(self.train)
-        return s
+        if s.done and fed.begun.all():
+            return s
+        r = fed.map(self.train)
+        return State(done=self.exact and len(r) == fed.n)
 
     def begin(self, client: Client) -> None:
         client.keep.personal = client.initial_model()

@@ -78,6 +78,11 @@ class Entrant:
         self.best_round, self.megabytes = self.running.progress.best.round, self.running.megabytes()
         self.scores = self.running.scores() if math.isfinite(self.loss) else {}
 
+    @property
+    def done(self) -> bool:
+        """Whether further rounds would change nothing."""
+        return self.running is not None and self.running.done
+
     def retire(self) -> None:
         self.running, self.scores, self.checks = None, {}, []
 
@@ -130,11 +135,12 @@ class Race:
     def _heat(self, heat: int, stop: int, starters: list[Entrant]) -> list[Entrant]:
         """Everybody up to `stop`; whoever cannot be among the best any more goes at once."""
         last = heat == HEATS - 1
-        count = len(starters) if last else math.ceil(len(starters) / THIN)
+        count = math.ceil(sum(not entrant.done for entrant in starters) / THIN)
         kept: list[Entrant] = []
         for entrant in starters:
             self._report(f"heat {heat + 1}: {entrant.algorithm.name}")
-            if not self._advance(entrant, stop if not self._exhausted() or not kept else 0):
+            go_on = not entrant.done and (not self._exhausted() or not kept)
+            if not self._advance(entrant, stop if go_on else 0):
                 continue
             field_ = [*kept, entrant]
             kept = field_ if last else self._best_of(field_, count, heat)
@@ -161,16 +167,16 @@ class Race:
         """The best, and always the best settings of training alone, against which gains are told.
 
         After the first heat the best settings of every method stay, since some start slowly; in the last one
-        different methods are to meet, not many settings of one.
+        different methods are to meet, not many settings of one. Whoever is done stays, since that costs nothing.
         """
         ranked = sorted(field_, key=lambda entrant: entrant.loss)
         place: dict[str, int] = {}
-        standing = [(entrant, _next(place, entrant.algorithm.name)) for entrant in ranked]
+        standing = [(e, _next(place, e.algorithm.name)) for e in ranked if not e.done]
         sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name == "local")]
         most = len(ranked) if heat < HEATS - 2 else SETTINGS
         others = [e for e, k in standing if k < most and e not in sure]
         free = count - (len(sure) if heat == 0 else 0)
-        kept = [*sure, *others[: max(0, free)]]
+        kept = [*(e for e in ranked if e.done and e.scores), *sure, *others[: max(0, free)]]
         return sorted(kept, key=lambda entrant: entrant.loss)
 
     def _check(self) -> None:
@@ -209,10 +215,9 @@ class Race:
         rivals = [e for e in ranked[1:] if e is not alone and not clearly(leader, e)]
         asked, left = [], self.limit - self.spent()
         for entrant in [leader, *([] if alone in (None, leader) else [alone]), *rivals]:
-            left -= FOLDS * entrant.best_round
-            if left < 0:
-                break
-            asked.append(entrant)
+            if FOLDS * entrant.best_round <= left:
+                left -= FOLDS * entrant.best_round
+                asked.append(entrant)
         return asked
 
     def _winner(self) -> Entrant:

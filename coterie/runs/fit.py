@@ -47,7 +47,8 @@ def fit(
     rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the
     scored round with the lowest mean validation loss instead of the last ones. "auto" races the sensible methods
     on validation rows (`coterie.choose`); it scores at its own rounds, always deploys the best one and writes no
-    checkpoints, so `evaluate_every`, `select` and `checkpoint_every` do not apply. `track` is "tensorboard", "mlflow" or a tracker of your own.
+    checkpoints, so `evaluate_every`, `select` and `checkpoint_every` do not apply. `track` is "tensorboard",
+    "mlflow" or a tracker of your own.
     """
     if algorithm == "auto":
         from coterie.runs.auto import fit_chosen
@@ -159,6 +160,11 @@ class Contestant:
         value = self.progress.history.at(self.progress.best.round, "validation", metric)
         assert value is not None
         return value
+
+    @property
+    def done(self) -> bool:
+        """Whether further rounds would change nothing, as of methods that solve instead of stepping."""
+        return bool(getattr(self.progress.state, "done", False))
 
     def scores(self) -> dict[str, Tensor]:
         """All validation metrics [n] at the best round so far."""

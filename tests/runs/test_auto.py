@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,10 @@ def test_losers_keep_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Entrant, "advance", counted)
     field = auto.entrants(fed, None, coterie.advise(fed), 24, 18)
     winner = race.run(field)
-    assert most <= len(field) / 3 + 2 < len(race.everybody)
+    solved = sum(
+        getattr(e.algorithm, "exact", False) or e.algorithm.name == "hierarchical" for e in race.everybody
+    )
+    assert most <= len(field) / 3 + 2 + solved < len(race.everybody)
     assert winner.running is not None
     assert all(e.running is None and not e.scores for e in race.everybody if e not in race.finalists)
 
@@ -232,3 +236,13 @@ def test_splits_on_which_nothing_was_chosen_decide() -> None:
         one.checks = [{"loss": torch.tensor([loss, loss + 0.1, loss, loss - 0.1])}] * 2
     race.finalists = [lucky, steady, entrant("cobo", loss=[0.05] * 4)]
     assert race._winner() is steady
+
+
+def test_methods_that_solve_at_once_stay_at_no_cost() -> None:
+    fed = world(20, 0.3)
+    race = Race(fed, 18)
+    steps = [make("fedavg", lr=lr) for lr in (0.1, 0.2, 0.3, 0.4)]
+    race.run([make("local", lr=1e-9), make("local", exact=True, ridge=100.0), *steps])
+    solved = race.everybody[1]
+    assert solved.done and solved in race.finalists and solved.rounds == 2
+    assert solved.best_round <= 2 and math.isfinite(solved.loss)
