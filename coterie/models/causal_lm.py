@@ -16,7 +16,7 @@ from coterie.federation import randomness
 from coterie.models.accelerate import PRECISIONS
 from coterie.models.adapted import PARTS, Adapted
 from coterie.models.base import Model
-from coterie.models.language_weights import locate, read_model, read_tokenizer, require
+from coterie.models.language_weights import locate, quiet, read_model, read_tokenizer, require
 from coterie.models.solve import largest_curvature, lbfgs
 
 CPU_BYTES = 2**30
@@ -196,10 +196,9 @@ class CausalLM(Model):
     def save_base(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """The frozen model and its tokenizer as a plain folder of safetensors, which is read faster than GGUF."""
         model = read_model(locate(self.source), dtype or torch.float32)
-        model.config.quantization_config = None
-        del model.config.quantization_config
-        model.save_pretrained(str(folder))
-        self.tokenizer.save_pretrained(str(folder))
+        with quiet(require()):
+            model.save_pretrained(str(folder))
+            self.tokenizer.save_pretrained(str(folder))
 
     def _filled(self, w: Tensor) -> Adapted:
         """The model of one client, where its parameters are and in the precision that is set."""

