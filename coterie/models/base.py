@@ -94,6 +94,9 @@ class Model:
         """Minimiser, started at w, of loss + pull/2 |. - w|^2, to gradient norm tol."""
         raise NotImplementedError
 
+    closed_form: ClassVar[bool] = False
+    """Gradients are a few tensor operations, without autograd and without anything that is remembered."""
+
     has_statistics: ClassVar[bool] = False
 
     def statistics(self, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

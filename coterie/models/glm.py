@@ -36,6 +36,7 @@ class Glm(Model):
 
     name: ClassVar[str]
     curvature: ClassVar[float]
+    closed_form: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.l2) and self.l2 >= 0):

@@ -192,7 +192,7 @@ def environment(fed: Federation) -> dict[str, Any]:
         "coterie": coterie.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
+        "threads": max(torch.get_num_threads(), getattr(fed.runtime, "workers", 1)),
         "device": str(fed.device),
         "dtype": str(fed.dtype),
         "stack": fed.runtime.stack_size(0),

@@ -7,7 +7,11 @@ clients. Either runs them stacked (one tensor operation for all) or one by one, 
 from __future__ import annotations
 
 import functools
+import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,9 @@ from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
+CACHED_ELEMENTS = (
+    1 << 22
+)  # the same for minibatches of models in closed form: what stays in the processor's cache
 GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in float32
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
@@ -90,6 +97,7 @@ class Shard:
         self.ids = torch.arange(len(self.train), device=self.device) if ids is None else ids
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
+        self.workers = 1  # stacks computed side by side
         self._statistics: Any = None
 
     def fresh(self, seed: int | None = None) -> Shard:
@@ -149,17 +157,21 @@ class Shard:
         phase = getattr(call.algorithm, call.phase)
         parts, goods = [], []
         parcels: dict[str, Parcel] = {}
-        for at, client, rows in self._stacks(call, visits):
+
+        def visit(
+            client: Client, rows: slice | int
+        ) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Parcel]]:
             if welcome is not None:
                 call.algorithm.begin(client, **self._received(welcome, {}, client, rows))
             reply = phase(client, **self._received(call.shared, call.each, client, rows))
             named = as_reply(reply if then is None else then(client, reply), call.phase)
-            if call.compress is not None:
-                parcels = client.sealer.seal(client, named := dict(named))
+            sealed = client.sealer.seal(client, named := dict(named)) if call.compress is not None else {}
             good = self._good(named, client, call.phase)
-            named = {
-                name: parcels[name].bytes if packed and name in parcels else named[name] for name in named
-            }
+            named = {name: sealed[name].bytes if packed and name in sealed else named[name] for name in named}
+            return named, good, sealed
+
+        for at, client, (named, good, sealed) in self._visited(call, visits, visit):
+            parcels = sealed
             if lasting and visits.nth is not None and client.written:
                 raise CoterieError(
                     f"phase {call.phase!r} keeps state but visits a client more than once in one call"
@@ -170,6 +182,25 @@ class Shard:
             goods.append(good)
         answer = self._join(parts, goods)
         return Answer(answer.named, answer.good, parcels)
+
+    def _visited(
+        self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
+    ) -> Iterator[tuple[Tensor | None, Client, Any]]:
+        """What `visit` gives for each stack, in their order, some of them computed side by side."""
+        stacks = self._stacks(call, visits)
+        if self.workers == 1 or not self._draws(call.algorithm.batch):
+            for at, client, rows in stacks:
+                yield at, client, visit(client, rows)
+            return
+        pool = workers(self.workers)
+        waiting: deque[tuple[Tensor | None, Client, Future[Any]]] = deque()
+        for at, client, rows in stacks:
+            waiting.append((at, client, pool.submit(visit, client, rows)))
+            if len(waiting) > 2 * self.workers:
+                at, client, answer = waiting.popleft()
+                yield at, client, answer.result()
+        for at, client, answer in waiting:
+            yield at, client, answer.result()
 
     def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
         """The models that `deploy` gives, which `score` takes; nothing is kept."""
@@ -204,6 +235,9 @@ class Shard:
 
         count = len(self.ids) if visits.at is None else len(visits.at)
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
+        if self._draws(call.algorithm.batch) and self.workers > 1:
+            keys()  # so that no two workers make them
+            step = min(step, math.ceil(count / self.workers))
         if count <= step and not self.loop:
             yield visits.at, client(visits.at, slice(None)), slice(None)
             return
@@ -214,17 +248,31 @@ class Shard:
 
     def stack_size(self, batch: int) -> int:
         """How many clients are stacked at once."""
-        room = STACK_ELEMENTS
+        room = min(STACK_ELEMENTS, CACHED_ELEMENTS) if self._draws(batch) else STACK_ELEMENTS
         if self.device.type == "cuda":
             room = torch.cuda.get_device_properties(self.device).total_memory // GPU_BYTES_PER_ELEMENT
         return max(1, room // (4 * self.model.d + batch * self._row_elements()))
 
     def threads(self, batch: int, participation: float = 1.0) -> int:
-        """How many threads a round is worth: one for small tensors, else what torch is set to."""
+        """How many threads torch is to use in a round: one for small tensors, else as many as it is set to.
+
+        Minibatches of models in closed form have workers instead: a thread for a stack waits for others once in a
+        call, threads inside torch in each operation, which is slow on a machine that has other things to do.
+        """
         rows = batch or self.train.largest
         stack = len(self.train) * participation
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements())
-        return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
+        self.workers = 1
+        if work < THREADED_ELEMENTS:
+            return 1
+        if self._draws(batch) and not self.loop:
+            self.workers = torch.get_num_threads()
+            return 1
+        return torch.get_num_threads()
+
+    def _draws(self, batch: int) -> bool:
+        """Whether gradients are those of minibatches, in closed form, on this machine's processor."""
+        return self.model.closed_form and 0 < batch < self.train.largest and self.device.type == "cpu"
 
     def _row_elements(self) -> int:
         return max(1, self.train.x[0].numel()) if len(self.train.x) else 1
@@ -306,6 +354,22 @@ class Shard:
             for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
                 whole[slice(None) if place is None else place] = part
         return tuple(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def workers(count: int) -> ThreadPoolExecutor:
+    """Threads that compute stacks side by side, each alone in its operations."""
+    before, ready = torch.get_num_threads(), threading.Barrier(count)
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="stack")
+    for started in [pool.submit(alone) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(before)
+    return pool
 
 
 def visit_keys(seed: int, call: Call, ids: Tensor, nth: Tensor | None) -> Tensor:
