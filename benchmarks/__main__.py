@@ -1,103 +1,198 @@
-"""Run the foundation's benchmarks and print one table: `python -m benchmarks [--json FILE]`."""
+"""Speed against peers and against the machine: `python -m benchmarks [run|scaling|check|install] --help`.
+
+`run` (the default) writes one table, benchmarks/results/speed.md and speed.json; `check` compares the speed relative to
+the plain PyTorch loop with what is recorded there and ends with 1 where it fell by more than a fifth.
+"""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from benchmarks.workloads import PlainLoop, images, least_squares_federation, logistic_federation
-from coterie import Federation, fit, models
-from coterie.algorithms import make
-from coterie.federation.build import from_rows
+from benchmarks import machine
+from benchmarks.environments import ALL, BENCH, BY_NAME, OURS, Peer
+from benchmarks.race import TOLERANCE, Driver, Failed, difference
+from benchmarks.table import markdown
+from benchmarks.workloads import WORKLOADS, Workload
 
-
-def seconds_per_round(fed: Federation, algorithm: Any, rounds: int) -> float:
-    started = time.perf_counter()
-    fit(fed, algorithm, rounds, evaluate_every=0)
-    return (time.perf_counter() - started) / rounds
-
-
-def against_plain_loop(repeats: int = 5) -> dict[str, Any]:
-    """W1: softmax 784 -> 10, 100 ragged clients, 5 steps of batch 20, equal results checked first."""
-    x, y, sizes = images()
-    fed = logistic_federation(x, y, sizes)
-    algorithm = make("fedavg", lr=0.05, steps=5, batch=20)
-    loop = PlainLoop(fed, 0.05, 5, 20)
-    for t in (1, 2):
-        loop.round(t)
-    ours = fit(fed, algorithm, 2, evaluate_every=0).state.x
-    torch.testing.assert_close(ours, loop.x, rtol=1e-4, atol=1e-6)
-    times: dict[str, list[float]] = {"coterie": [], "loop": []}
-    for k in range(repeats):
-        times["coterie"].append(seconds_per_round(fed, algorithm, 20))
-        started = time.perf_counter()
-        loop.round(3 + k)
-        times["loop"].append(time.perf_counter() - started)
-    ours_s, loop_s = (statistics.median(times[name]) for name in ("coterie", "loop"))
-    return {"coterie_s": ours_s, "loop_s": loop_s, "ratio": loop_s / ours_s}
+RESULTS = Path(__file__).resolve().parent / "results"
+RECORD = RESULTS / "speed.json"
+MOST_LOST = 0.2
 
 
-def fifty_thousand_rounds(rounds: int = 50_000) -> dict[str, Any]:
-    """400 clients x 20 dimensions, full-batch least squares."""
-    fed = least_squares_federation()
-    started = time.perf_counter()
-    fit(fed, make("fedavg", lr=0.05, steps=1, batch=0), rounds)
-    return {"rounds": rounds, "seconds": time.perf_counter() - started}
+def race(work: Workload, peers: list[Peer], repeats: int, seconds: float) -> dict[str, Any]:
+    """All peers on one workload, asked in turn; results checked first."""
+    file = BENCH / "data" / f"{work.name}.npz"
+    work.write(file.parent)
+    drivers, lines, expected = [], {}, None
+    try:
+        for peer in (OURS, *peers):
+            print(f"{work.name} {peer.title}", end=": ", flush=True)
+            try:
+                driver = Driver(peer, file)
+                drivers.append(driver)
+                found = driver.result()
+            except Failed as problem:
+                lines[peer.name] = {"failed": str(problem)}
+                print(problem, flush=True)
+                continue
+            if expected is None:
+                expected = found
+            off = difference(_partial(found, expected, work), expected)
+            lines[peer.name] = {"difference": off}
+            print(f"starts in {driver.startup:.1f} s, differs by {off:.1e}", flush=True)
+            if not off < TOLERANCE:
+                lines[peer.name]["failed"] = f"differs by {off:.1e} of the largest parameter"
+        alive = [driver for driver in drivers if "failed" not in lines[driver.peer.name]]
+        ends = time.monotonic() + seconds
+        for k in range(repeats):
+            if k >= 3 and time.monotonic() > ends:
+                break
+            for driver in alive:
+                driver.go()
+    finally:
+        for driver in drivers:
+            driver.__exit__()
+    for driver in alive:
+        lines[driver.peer.name] |= _figures(driver, alive[0])
+    return {"title": work.title, "peers": lines}
 
 
-def many_clients(clients: int, sampled: int = 1000, rounds: int = 20) -> dict[str, Any]:
-    """Logistic FedAvg, 20 rows x 20 features per client, a fixed number of clients sampled per round."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(clients * 20, 20, generator=generator)
-    y = (x[:, 0] + torch.randn(len(x), generator=generator) > 0).float()
-    names = [str(k) for k in range(clients)]
-    fed = from_rows(
-        x, y, torch.full((clients,), 20), model=models.logistic(), names=names, dtype=torch.float32
-    )
-    algorithm = make("fedavg", participation=sampled / clients, batch=10)
-    ends: list[float] = []
-    fit(fed, algorithm, rounds, evaluate_every=0, watch=lambda t, total: ends.append(time.perf_counter()))
-    per_round = statistics.median(after - before for before, after in itertools.pairwise(ends))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"clients": clients, "sampled": sampled, "ms_per_round": 1000 * per_round, "peak_gb": peak}
+def _partial(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], work: Workload
+) -> dict[str, np.ndarray]:
+    """Where a peer ran the first iterations only, they are compared with ours after as many."""
+    if "partial" not in found:
+        return found
+    from coterie import fit
+
+    fed = work.federation()
+    short = fit(fed, work.algorithm(fed), int(found["iterations"]), evaluate_every=0)
+    expected["partial"] = short.personal.numpy()
+    return {"partial": found["partial"]}
 
 
-def import_seconds() -> dict[str, Any]:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import coterie; coterie.Federation"], check=True)
-    return {"seconds": time.perf_counter() - started}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", help="name of one benchmark")
-    arguments = parser.parse_args()
-    benchmarks = {
-        "import": import_seconds,
-        "W1 against a plain loop": against_plain_loop,
-        "50,000 rounds": fifty_thousand_rounds,
-        "10,000 clients": lambda: many_clients(10_000),
-        "100,000 clients": lambda: many_clients(100_000),
+def _figures(driver: Driver, ours: Driver) -> dict[str, Any]:
+    """Seconds per round (median of all), and how many times ours that is, repeat by repeat."""
+    medians = [statistics.median(rounds) for rounds in driver.rounds]
+    ratios = [theirs / statistics.median(mine) for theirs, mine in zip(medians, ours.rounds, strict=True)]
+    every = [second for rounds in driver.rounds for second in rounds]
+    return {
+        "seconds": statistics.median(every),
+        "least": min(every),
+        "cpu_seconds": statistics.median(driver.cpu),
+        "ratio": statistics.median(ratios),
+        "ratio_least": min(every) / min(second for rounds in ours.rounds for second in rounds),
+        "repeats": len(medians),
+        "startup": driver.startup,
+        "peak_mb": driver.peak_mb,
     }
-    results = {}
-    for name, run in benchmarks.items():
-        if arguments.only in (None, name):
-            results[name] = run()
-            print(name, {key: round(value, 4) for key, value in results[name].items()}, flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The whole table."""
+    chosen = [peer for peer in ALL if arguments.peers is None or peer.name in arguments.peers]
+    for peer in chosen:
+        if not peer.ready() and arguments.install:
+            print(f"installing {peer.environment}", flush=True)
+            peer.install()
+    started, limit = time.time(), machine.limits()
+    result: dict[str, Any] = {"machine": machine.description(), "workloads": {}, "missing": {}}
+    for name in arguments.only or WORKLOADS:
+        peers = [peer for peer in chosen if name in peer.runs and peer.ready()]
+        result["workloads"][name] = race(WORKLOADS[name], peers, arguments.repeats, arguments.seconds)
+        limit = {key: _better(key, value, limit[key]) for key, value in machine.limits().items()}
+    for peer in chosen:
+        if not peer.ready():
+            result["missing"][peer.name] = "its environment is not installed (python -m benchmarks --install)"
+        elif peer.why_not:
+            result["missing"][peer.name] = peer.why_not
+    seconds = {
+        name: work["peers"]["ours"].get("least", float("nan")) for name, work in result["workloads"].items()
+    }
+    result |= {"limits": limit, "shares": machine.shares(limit, seconds), "took": time.time() - started}
+    text = markdown(result)
+    print(text)
+    if not arguments.dry:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "speed.json").write_text(json.dumps(result, indent=2) + "\n")
+        (arguments.out / "speed.md").write_text(text)
+    return 0
+
+
+def _better(key: str, one: float, other: float) -> float:
+    return min(one, other) if key.endswith("_s") and not key.endswith("gb_s") else max(one, other)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Ours against the plain loop now and as recorded; three tries, because a machine has other things to do."""
+    recorded = json.loads(RECORD.read_text())["workloads"]
+    slower = list(arguments.only or recorded)
+    for attempt in range(3):
+        slower, left = [], slower
+        for name in left:
+            before = recorded[name]["peers"]["loop"]
+            lines = race(WORKLOADS[name], [BY_NAME["loop"]], arguments.repeats, arguments.seconds)["peers"]
+            if any("failed" in line for line in lines.values()):
+                print(f"{name}: {lines}")
+                return 1
+            now = max(
+                lines["loop"]["ratio"] / before["ratio"], lines["loop"]["ratio_least"] / before["ratio_least"]
+            )
+            print(f"{name}: {now:.2f} of the recorded speed relative to the plain loop")
+            if now < 1 - MOST_LOST:
+                slower.append(name)
+        if not slower:
+            return 0
+        print(f"slower: {', '.join(slower)}" + ("; once more" if attempt < 2 else ""))
+    return 1
+
+
+def install(arguments: argparse.Namespace) -> int:
+    for peer in ALL:
+        if arguments.peers is None or peer.name in arguments.peers:
+            print(peer.title, flush=True)
+            peer.install()
+    return 0
+
+
+def scaling(arguments: argparse.Namespace) -> int:
+    from benchmarks.scaling import curves
+
+    curves(arguments.out, arguments.most_clients)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = {"run": run, "check": check, "install": install, "scaling": scaling}
+    parser.add_argument("command", nargs="?", default="run", choices=commands)
+    parser.add_argument("--only", type=lambda text: text.split(","), help="workloads, such as W1,W2")
+    parser.add_argument(
+        "--peers", type=lambda text: text.split(","), help=f"some of {','.join(p.name for p in ALL)}"
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="trainings of each peer, interleaved")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="per workload; three repeats are always made"
+    )
+    parser.add_argument("--install", action="store_true", help="make environments that are missing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the table")
+    parser.add_argument("--dry", action="store_true", help="print only")
+    parser.add_argument(
+        "--most-clients", type=int, default=1_000_000, help="scaling: clients of the largest federation"
+    )
+    arguments = parser.parse_args()
+    return commands[arguments.command](arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Peers in environments of their own under .bench/, with exact versions, made on request."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = ROOT / ".bench"
+PEERS = Path(__file__).resolve().parent / "peers"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A driver, the environment it needs (None: ours), the workloads it runs, and why it runs no others."""
+
+    name: str
+    title: str
+    runs: tuple[str, ...]
+    environment: str | None = None
+    why_not: str = ""
+    kind: str = "torch"
+
+    @property
+    def python(self) -> Path:
+        return (
+            Path(sys.executable) if self.environment is None else BENCH / self.environment / "bin" / "python"
+        )
+
+    @property
+    def driver(self) -> Path:
+        return PEERS / f"{self.name}.py"
+
+    @property
+    def pins(self) -> Path:
+        return PEERS / f"{self.environment}.txt"
+
+    def ready(self) -> bool:
+        """Whether the environment is there and has the versions that are written down."""
+        if self.environment is None:
+            return True
+        note = BENCH / self.environment / "pins.txt"
+        return self.python.exists() and note.exists() and note.read_text() == self.pins.read_text()
+
+    def install(self) -> None:
+        """Make the environment; uv where it is found, else pip. Nothing is resolved: all versions are written down."""
+        if self.ready() or self.environment is None:
+            return
+        folder = BENCH / self.environment
+        uv = os.environ.get("UV") or shutil.which("uv")
+        if uv:
+            _run(uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder))
+            start = [uv, "pip", "install", "--quiet", "--python", str(self.python)]
+        else:
+            _run(sys.executable, "-m", "venv", "--clear", str(folder))
+            start = [str(self.python), "-m", "pip", "install", "--quiet"]
+        links = (
+            ["--find-links", os.environ["PIP_FIND_LINKS"]] if os.environ.get("PIP_FIND_LINKS") and uv else []
+        )
+        _run(*start, "--no-deps", *links, "-r", str(self.pins))
+        (folder / "pins.txt").write_text(self.pins.read_text())
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+OURS = Peer("ours", "Coterie", ("W1", "W2", "W3", "W4", "W5", "W6"))
+ALL = (
+    Peer("loop", "plain PyTorch loop", ("W1", "W2", "W3", "W4", "W5", "W6")),
+    Peer(
+        "fedlab", "FedLab", ("W1", "W2", "W3"), "fedlab", "its Ditto does not start: it calls the module tqdm"
+    ),
+    Peer("pfl", "pfl", ("W1", "W2", "W3"), "pfl", "it has no Ditto"),
+    Peer("fluke", "fluke", ("W1", "W2", "W3", "W4"), "fluke"),
+    Peer("flgo", "FLGo", ("W1", "W2", "W3", "W4"), "flgo"),
+    Peer("flower", "Flower + Ray", ("W1", "W2", "W3"), "flwr", "it has no Ditto"),
+    Peer("fedjax", "FedJAX", ("W1", "W2", "W3"), "fedjax", "it has no Ditto", "jax"),
+    Peer("scan", "JAX lax.scan", ("W5",), "jax", "written for the convex workload", "jax"),
+)
+BY_NAME = {peer.name: peer for peer in (OURS, *ALL)}

@@ -1,0 +1,45 @@
+"""The results as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.environments import BY_NAME
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One table of all workloads and peers, then the machine's limits and what could not be run."""
+    about = result["machine"]
+    lines = [
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}; load {about['load']:.1f} at the end.",
+        "",
+        "| workload | | ms per round | times ours | least, times ours | CPU ms | start-up s | peak MB | difference |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, work in result["workloads"].items():
+        for peer, line in work["peers"].items():
+            lines.append(_line(name if peer == "ours" else "", BY_NAME[peer].title, line))
+    lines += ["", *(f"{name}: {work['title']}." for name, work in result["workloads"].items())]
+    limit = result["limits"]
+    lines += [
+        "",
+        f"Machine: {limit['gemm_gflops']:.0f} GFLOP/s in large products, {limit['copy_gb_s']:.0f} GB/s in copies.",
+    ]
+    for name, shares in result["shares"].items():
+        parts = ", ".join(f"{100 * value:.0f} % {what}" for what, value in shares.items())
+        lines.append(f"{name} runs at {parts} (its fastest round).")
+    lines += [f"Not run: {BY_NAME[peer].title}: {why}." for peer, why in result["missing"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, title: str, line: dict[str, Any]) -> str:
+    if "failed" in line:
+        return f"| {name} | {title} | {line['failed'].replace('|', '/')[:120]} | | | | | | |"
+    return (
+        f"| {name} | {title} | {_ms(line['seconds'])} | {line['ratio']:.1f} | {line['ratio_least']:.1f} | "
+        f"{_ms(line['cpu_seconds'])} | {line['startup']:.1f} | {line['peak_mb']:.0f} | {line['difference']:.0e} |"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
