@@ -128,7 +128,7 @@ class Adapted:
         if plain:
             found = functional.cross_entropy(states @ head.weight.t(), targets, reduction="none")
         else:
-            found = token_losses(states, head.weight, targets, self.piece)
+            found = token_losses(states, head.weight, targets, self.piece, self.compiled)
         return found.view(len(x), -1)
 
     def value(self, x: Tensor, share: Tensor, plain: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from coterie.algorithms import make
 from coterie.data.languages import LANGUAGES, conllu_languages
-from coterie.errors import SettingError
+from coterie.errors import DataError, SettingError
 from coterie.federation.federation import Federation
 from coterie.models.causal_lm import CausalLM, causal_lm
 from coterie.report.weights import weights_of
@@ -47,6 +47,10 @@ def perplexities(experiment: Experiment, seed: int, home: Path | None = None) ->
         settings["tuning_steps"] = corpus.tuning_steps
     algorithm = make(settings.pop("method"), **settings, batch=corpus.batch)
     fed = _federation(corpus, plan, seed)
+    for split in ("validation", "test"):
+        for name, rows in zip(fed.names, fed.rows[split].tolist(), strict=True):
+            if rows == 0:
+                raise DataError(f"client {name!r} has no {split} documents; use more tokens of each language")
     if home is not None:
         run = continued(fed, algorithm, plan, home)
     else:
