@@ -39,6 +39,7 @@ def fit(
     checkpoint_every: int | None = None,
     watch: Watch | None = None,
     track: str | Tracker | None = None,
+    state_memory: float | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -48,7 +49,8 @@ def fit(
     scored round with the lowest mean validation loss instead of the last ones. "auto" races the sensible methods
     on validation rows (`coterie.choose`); it scores at its own rounds, always deploys the best one and writes no
     checkpoints, so `evaluate_every`, `select` and `checkpoint_every` do not apply. `track` is "tensorboard",
-    "mlflow" or a tracker of your own.
+    "mlflow" or a tracker of your own. What clients keep stays in memory up to `state_memory` MB (None: all of it) and
+    beyond that in a temporary file.
     """
     if algorithm == "auto":
         from coterie.runs.auto import fit_chosen
@@ -72,6 +74,7 @@ def fit(
         RunFolder.require_free(Path(out))
     follower = tracker(track, None if out is None else Path(out)) if isinstance(track, str) else track
     fed = fed.fresh()
+    _limit_state(fed, state_memory)
     started = time.perf_counter()
     with _threads(fed, algorithm):
         progress = _begin(fed, algorithm, plan)
@@ -85,6 +88,19 @@ def fit(
         )
         follower.end(run)
         return run
+
+
+def _limit_state(fed: Federation, megabytes: float | None) -> None:
+    """How much of what clients keep stays in memory, where they are in this process."""
+    if megabytes is None:
+        return
+    if not megabytes >= 0:
+        raise SettingError(f"state_memory is {megabytes}; give megabytes, 0 or more")
+    if not hasattr(fed.runtime, "store"):
+        raise SettingError(
+            "state_memory is for clients in this process; nodes keep their state on their own disks"
+        )
+    fed.runtime.store.memory = int(megabytes * 1e6)
 
 
 def _followed(follower: Tracker, fed: Federation, progress: Progress, watch: Watch | None) -> Watch:
@@ -103,18 +119,24 @@ def _followed(follower: Tracker, fed: Federation, progress: Progress, watch: Wat
 
 
 def resume(
-    path: str | Path, fed: Federation | None = None, *, watch: Watch | None = None, anyway: bool = False
+    path: str | Path,
+    fed: Federation | None = None,
+    *,
+    watch: Watch | None = None,
+    anyway: bool = False,
+    state_memory: float | None = None,
 ) -> Run:
     """Go on from the last checkpoint of a run folder; the result has the bytes of an uninterrupted run.
 
     `fed` must be given for a run that was not made from a table. `anyway` goes on although threads, device,
-    dtype or versions differ from what the run recorded.
+    dtype or versions differ from what the run recorded. `state_memory` as in `fit`.
     """
     folder = RunFolder.open(Path(path))
     if "adapt" in folder.config:
         raise RunError(f"{path} holds adapted models; there is nothing to resume")
     algorithm, plan = folder.algorithm(), folder.plan()
     fed = (folder.federation() if fed is None else fed).fresh()
+    _limit_state(fed, state_memory)
     started = time.perf_counter()
     with _threads(fed, algorithm):
         folder.check_same(fed, anyway)

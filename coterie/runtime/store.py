@@ -1,6 +1,13 @@
-"""What clients keep between rounds: named rows, held only for clients that have been visited."""
+"""What clients keep between rounds: named rows, held only for clients that have been visited.
+
+Beyond a given number of bytes rows live in a file that is mapped into memory, so that only those of the clients at
+work are in memory.
+"""
 
 from __future__ import annotations
+
+import os
+import tempfile
 
 import torch
 from torch import Tensor
@@ -13,6 +20,7 @@ class Column:
         self.slot = torch.full((clients,), -1, dtype=torch.long, device=like.device)
         self.rows = like.new_zeros((0, *like.shape))
         self.used = 0
+        self.on_disk = False
         self._everyone_in_order = False  # slot[i] == i for all clients: no gather, no scatter
         self._lent = False  # somebody else may hold `rows`: copy before changing it in place
 
@@ -27,8 +35,8 @@ class Column:
     def read(self, at: Tensor | None) -> Tensor:
         """Rows of the clients at these positions (None: all); KeyError if one has none."""
         if at is None and self._everyone_in_order:
-            self._lent = True
-            return self.rows
+            self._lent = not self.on_disk
+            return self.rows.clone() if self.on_disk else self.rows
         slots = self.slot if at is None else self.slot[at]
         if (slots < 0).any():
             raise KeyError
@@ -37,7 +45,10 @@ class Column:
     def write(self, at: Tensor | None, values: Tensor) -> None:
         """Replace the rows of the clients at these positions (None: all)."""
         if at is None and (self._everyone_in_order or self.used == 0):
-            self.rows, self._lent = values.contiguous(), True
+            if self.on_disk:
+                self.rows.copy_(values)
+            else:
+                self.rows, self._lent = values.contiguous(), True
             if self.used == 0:
                 self.used, self._everyone_in_order = len(self.slot), True
                 self.slot = torch.arange(self.used, device=self.slot.device)
@@ -49,6 +60,16 @@ class Column:
         if self._lent:
             self.rows, self._lent = self.rows.clone(), False
         self.rows.index_copy_(0, self.slot[at], values.reshape(len(at), *self.rows.shape[1:]))
+
+    def bytes_for(self, clients: int) -> int:
+        """What the rows of so many clients weigh."""
+        return clients * max(1, self.rows.shape[1:].numel()) * self.rows.element_size()
+
+    def move_to_disk(self) -> None:
+        """From now on rows are in a file with room for everybody, of which the disk holds what was written."""
+        rows = mapped(len(self.slot), self.rows)
+        rows[: self.used] = self.rows[: self.used]
+        self.rows, self.on_disk, self._lent = rows, True, False
 
     def _grow(self, fresh: Tensor) -> None:
         needed = self.used + len(fresh)
@@ -64,8 +85,8 @@ class Column:
 class Store:
     """All kept values of the clients in one place, by name."""
 
-    def __init__(self, clients: int) -> None:
-        self.clients = clients
+    def __init__(self, clients: int, memory: int | None = None) -> None:
+        self.clients, self.memory = clients, memory  # bytes of rows that stay in memory; None: all
         self.columns: dict[str, Column] = {}
         self.writes = 0  # how often something was kept, which tells whether a call changed anything
 
@@ -88,7 +109,19 @@ class Store:
         if name not in self.columns:
             like = values if at is not None and at.dim() == 0 else values[0]
             self.columns[name] = Column(self.clients, like)
-        self.columns[name].write(at, values)
+        column = self.columns[name]
+        if self.memory is not None and not column.on_disk:
+            fresh = self.clients if at is None else column.used + at.numel()
+            self._make_room(column, min(self.clients, fresh))
+        column.write(at, values)
+
+    def _make_room(self, column: Column, clients: int) -> None:
+        """Move a column to disk where it and the others would not fit into memory; on a GPU all stay."""
+        assert self.memory is not None
+        others = (part for part in self.columns.values() if part is not column and not part.on_disk)
+        held = sum(part.bytes_for(len(part.rows)) for part in others)
+        if held + column.bytes_for(clients) > self.memory and column.rows.device.type == "cpu":
+            column.move_to_disk()
 
     def snapshot(self) -> dict[str, Tensor]:
         """Tensors for a checkpoint: `name.slot` and `name.rows`."""
@@ -104,3 +137,19 @@ class Store:
             for name, slot in tensors.items()
             if name.endswith(".slot")
         }
+        if self.memory is not None:
+            for column in self.columns.values():
+                self._make_room(column, column.used)
+
+
+def mapped(count: int, like: Tensor) -> Tensor:
+    """Zeros [count, *] of the kind of `like` [n, *] in a file without a name, which goes when the tensor goes."""
+    shape = (count, *like.shape[1:])
+    handle, path = tempfile.mkstemp(prefix="coterie-state-")
+    try:
+        os.truncate(handle, max(1, torch.Size(shape).numel()) * like.element_size())
+        flat = torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=like.dtype)
+    finally:
+        os.close(handle)
+        os.unlink(path)
+    return flat.view(shape)
