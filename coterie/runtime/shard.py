@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,9 +30,7 @@ from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
-CACHED_ELEMENTS = (
-    1 << 22
-)  # the same for minibatches of models in closed form: what stays in the processor's cache
+CACHED_ELEMENTS = 1 << 22  # the same for minibatches in closed form: what stays in the processor's cache
 GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in float32
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
@@ -370,6 +369,10 @@ def workers(count: int) -> ThreadPoolExecutor:
         started.result()
     torch.set_num_threads(before)
     return pool
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
 
 
 def visit_keys(seed: int, call: Call, ids: Tensor, nth: Tensor | None) -> Tensor:

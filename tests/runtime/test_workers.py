@@ -5,6 +5,7 @@ The bits are the same where the ends of vectors fall on the same places of the p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -76,3 +77,12 @@ def test_small_work_and_full_batches_have_no_workers() -> None:
     assert fed.runtime.workers == 1
     fed.runtime.threads(0)
     assert fed.runtime.workers == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_makes_workers_of_its_own() -> None:
+    shard.workers(2)
+    child = os.fork()
+    if child == 0:
+        os._exit(shard.workers.cache_info().currsize)
+    assert os.waitpid(child, 0)[1] == 0
