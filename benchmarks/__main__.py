@@ -166,7 +166,7 @@ def install(arguments: argparse.Namespace) -> int:
 def scaling(arguments: argparse.Namespace) -> int:
     from benchmarks.scaling import curves
 
-    curves(arguments.out, arguments.most_clients)
+    curves(arguments.out, arguments.most_clients, min(arguments.repeats, 3))
     return 0
 
 
