@@ -34,6 +34,7 @@ CACHED_ELEMENTS = 1 << 22  # the same for minibatches in closed form: what stays
 GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in float32
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
+WORKERS_ELEMENTS = 1 << 18  # the same for workers, which are woken once in a call
 
 
 @dataclass(frozen=True)
@@ -262,12 +263,10 @@ class Shard:
         stack = len(self.train) * participation
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements())
         self.workers = 1
-        if work < THREADED_ELEMENTS:
-            return 1
         if self._draws(batch) and not self.loop:
-            self.workers = torch.get_num_threads()
+            self.workers = 1 if work < WORKERS_ELEMENTS else torch.get_num_threads()
             return 1
-        return torch.get_num_threads()
+        return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
 
     def _draws(self, batch: int) -> bool:
         """Whether gradients are those of minibatches, in closed form, on this machine's processor."""

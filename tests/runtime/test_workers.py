@@ -40,7 +40,7 @@ def test_workers_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     settings = {"clusters": 2} if name == "ifca" else {}
     algorithm = make(name, batch=5, participation=0.7, **settings)
     alone = fit(federation(), algorithm, 4, evaluate_every=2)
-    monkeypatch.setattr(shard, "THREADED_ELEMENTS", 1)
+    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
     side_by_side = fit(federation(), algorithm, 4, evaluate_every=2)
     assert side_by_side.fed.runtime.workers == 2
     assert alone.fed.runtime.workers == 1
@@ -55,7 +55,7 @@ def test_workers_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_stacks_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = make("ditto", batch=5)
     alone = fit(federation(), algorithm, 3, evaluate_every=0)
-    monkeypatch.setattr(shard, "THREADED_ELEMENTS", 1)
+    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
     monkeypatch.setattr(shard, "CACHED_ELEMENTS", 1)
     side_by_side = fit(federation(), algorithm, 3, evaluate_every=0)
     assert side_by_side.fed.runtime.stack_size(5) == 1
@@ -64,7 +64,7 @@ def test_more_stacks_than_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_an_error_in_a_worker_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "THREADED_ELEMENTS", 1)
+    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
     fed = federation().fresh()
     fed.runtime.threads(5)
     with pytest.raises(CoterieError, match="kept nothing"):
