@@ -30,7 +30,7 @@ from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
-CACHED_ELEMENTS = 1 << 22  # the same for minibatches in closed form: what stays in the processor's cache
+CACHED_ELEMENTS = 1 << 20  # the same for minibatches in closed form: what stays in the processor's cache
 GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in float32
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
