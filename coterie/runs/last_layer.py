@@ -45,7 +45,7 @@ class Size:
     asked: int = 20
     steps: int = 20
     trial: int = 50  # rounds after which validation rows choose the settings
-    repeats: int = 2  # seeds, and splits
+    repeats: int = 3  # seeds, and splits
 
 
 @dataclass(frozen=True)
