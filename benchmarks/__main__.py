@@ -62,7 +62,8 @@ def race(work: Workload, peers: list[Peer], repeats: int, seconds: float) -> dic
             driver.__exit__()
     for driver in alive:
         lines[driver.peer.name] |= _figures(driver, alive[0])
-    return {"title": work.title, "peers": lines}
+    about = {"load": machine.load(), "date": time.strftime("%Y-%m-%d")}
+    return {"title": work.title, **about, "peers": lines}
 
 
 def _partial(
@@ -118,11 +119,17 @@ def run(arguments: argparse.Namespace) -> int:
         name: work["peers"]["ours"].get("least", float("nan")) for name, work in result["workloads"].items()
     }
     result |= {"limits": limit, "shares": machine.shares(limit, seconds), "took": time.time() - started}
+    record = arguments.out / "speed.json"
+    if record.exists():  # workloads that were not run now keep their figures
+        before = json.loads(record.read_text())
+        workloads = {**before["workloads"], **result["workloads"]}
+        result["workloads"] = {name: workloads[name] for name in sorted(workloads)}
+        result["shares"] = {**before["shares"], **result["shares"]}
     text = markdown(result)
     print(text)
     if not arguments.dry:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "speed.json").write_text(json.dumps(result, indent=2) + "\n")
+        record.write_text(json.dumps(result, indent=2) + "\n")
         (arguments.out / "speed.md").write_text(text)
     return 0
 

@@ -79,10 +79,15 @@ def description() -> dict[str, Any]:
     return {
         "processor": _model_name(),
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
+        "load": load(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
+
+
+def load() -> float:
+    """How many processes wanted the cores in the last minute: above their number, seconds mean little."""
+    return os.getloadavg()[0]
 
 
 def _model_name() -> str:

@@ -11,7 +11,7 @@ def markdown(result: dict[str, Any]) -> str:
     """One table of all workloads and peers, then the machine's limits and what could not be run."""
     about = result["machine"]
     lines = [
-        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}; load {about['load']:.1f} at the end.",
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}.",
         "",
         "| workload | | ms per round | times ours | least, times ours | CPU ms | start-up s | peak MB | difference |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -19,7 +19,7 @@ def markdown(result: dict[str, Any]) -> str:
     for name, work in result["workloads"].items():
         for peer, line in work["peers"].items():
             lines.append(_line(name if peer == "ours" else "", BY_NAME[peer].title, line))
-    lines += ["", *(f"{name}: {work['title']}." for name, work in result["workloads"].items())]
+    lines += ["", *(_about(name, work) for name, work in result["workloads"].items())]
     limit = result["limits"]
     lines += [
         "",
@@ -30,6 +30,10 @@ def markdown(result: dict[str, Any]) -> str:
         lines.append(f"{name} runs at {parts} (its fastest round).")
     lines += [f"Not run: {BY_NAME[peer].title}: {why}." for peer, why in result["missing"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _about(name: str, work: dict[str, Any]) -> str:
+    return f"- {name}: {work['title']} ({work['date']}, load {work['load']:.1f})."
 
 
 def _line(name: str, title: str, line: dict[str, Any]) -> str:

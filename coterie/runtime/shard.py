@@ -251,7 +251,7 @@ class Shard:
         room = min(STACK_ELEMENTS, CACHED_ELEMENTS) if self._draws(batch) else STACK_ELEMENTS
         if self.device.type == "cuda":
             room = torch.cuda.get_device_properties(self.device).total_memory // GPU_BYTES_PER_ELEMENT
-        return max(1, room // (4 * self.model.d + batch * self._row_elements()))
+        return max(1, room // (4 * self.model.d + batch * self._row_elements))
 
     def threads(self, batch: int, participation: float = 1.0) -> int:
         """How many threads torch is to use in a round: one for small tensors, else as many as it is set to.
@@ -261,7 +261,7 @@ class Shard:
         """
         rows = batch or self.train.largest
         stack = len(self.train) * participation
-        work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements())
+        work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements)
         self.workers = 1
         if self._draws(batch) and not self.loop:
             self.workers = 1 if work < WORKERS_ELEMENTS else torch.get_num_threads()
@@ -272,6 +272,7 @@ class Shard:
         """Whether gradients are those of minibatches, in closed form, on this machine's processor."""
         return self.model.closed_form and 0 < batch < self.train.largest and self.device.type == "cpu"
 
+    @functools.cached_property
     def _row_elements(self) -> int:
         return max(1, self.train.x[0].numel()) if len(self.train.x) else 1
 
