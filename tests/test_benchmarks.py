@@ -1,0 +1,55 @@
+"""The file that peers read holds the very minibatches of the engine, and exponents and pins are what they say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.environments import ALL
+from benchmarks.race import difference
+from benchmarks.scaling import slope
+from benchmarks.workloads import WORKLOADS, as_module, describe, ragged
+from coterie import fit, models
+from coterie.algorithms import make
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_plain_torch_on_the_file_is_the_engine(share: float) -> None:
+    fed = ragged(models.softmax(intercept=True), 6, (5,), classes=3, low=2)
+    algorithm = make("fedavg", lr=0.1, steps=3, batch=4, weighting="uniform", participation=share)
+    arrays = {name: torch.from_numpy(value) for name, value in describe(fed, algorithm, 2).items()}
+    x = arrays["initial"]
+    for cohort, draws in zip(arrays["cohorts"], arrays["draws"], strict=True):
+        ends = []
+        for client, drawn in zip(cohort.tolist(), draws, strict=True):
+            w, first = x.clone().requires_grad_(), int(arrays["start"][client])
+            for batch in drawn:
+                inputs, labels = arrays["x"][first + batch], arrays["y"][first + batch]
+                loss = cross_entropy(inputs @ w[:15].view(3, 5).T + w[15:], labels)
+                (slope_,) = torch.autograd.grad(loss, w)
+                w = (w - 0.1 * slope_).detach().requires_grad_()
+            ends.append(w.detach())
+        x = torch.stack(ends).mean(0)
+    run = fit(fed, algorithm, 2, evaluate_every=0)
+    torch.testing.assert_close(as_module(fed.model, run.state.x), x, rtol=1e-5, atol=1e-6)
+
+
+def test_difference_is_relative_and_nothing_in_common_is_no_equality() -> None:
+    one = {"x": torch.tensor([1.0, -4.0]).numpy()}
+    assert difference(one, {"x": torch.tensor([1.0, -2.0]).numpy()}) == 1.0
+    assert not difference(one, {"y": one["x"]}) < 1
+
+
+def test_exponent_of_a_power() -> None:
+    assert slope([1, 10, 100], [3, 3 * 10**1.5, 3 * 100**1.5]) == pytest.approx(1.5)
+
+
+def test_peers_have_drivers_pins_and_known_workloads() -> None:
+    for peer in ALL:
+        assert set(peer.runs) <= WORKLOADS.keys()
+        assert peer.runs == () or peer.driver.exists()
+        if peer.environment is not None:
+            assert all(re.fullmatch(r"\S+==\S+", line) for line in peer.pins.read_text().split())
