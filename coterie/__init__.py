@@ -8,9 +8,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "0.1.0"
+
+# Threads that wait for each other sleep rather than spin: on a machine with other things to do, spinning makes torch up
+# to fifty times slower. Read when torch is first imported, so it has no effect where that was before.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOME = {
     "Federation": "coterie.federation.federation",
