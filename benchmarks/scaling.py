@@ -26,11 +26,11 @@ def point(
     clients: int, sampled: int, features: int = 20, rows: int = 10, batch: int = 5, rounds: int = 12
 ) -> dict[str, float]:
     """Ditto on logistic regression, in this process: the fastest and the median round, and the most memory in use."""
-    import torch
-
-    from coterie import fit, models
+    from coterie import fit, models  # first: it sets how threads wait
     from coterie.algorithms import make
     from coterie.federation.build import from_rows
+
+    import torch  # isort: skip
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients * rows, features, generator=generator)
