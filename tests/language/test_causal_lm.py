@@ -268,6 +268,7 @@ def test_generated_text_goes_on_from_the_prompt(model: CausalLM) -> None:
 
 def test_other_architectures(tmp_path: Path) -> None:
     """GPT-2 has layers of another type and other names, and dropout that must stay off."""
+    pytest.importorskip("peft", reason="needs coterie[llm]")
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32, eos_token_id=0)
