@@ -72,8 +72,13 @@ class Rows:
         `at` are positions [k] (None: every client) or one position [] for a single client; `keys` has
         the same shape. Weights sum to one.
         """
-        start = (self.start if at is None else self.start[at]).unsqueeze(-1)
-        size = (self.size if at is None else self.size[at]).unsqueeze(-1)
+        return self.take(*self.draw(at, keys, batch), keys)
+
+    def draw(self, at: Tensor | None, keys: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Which rows, [..., batch], and their weights; keys [k, steps] draw the minibatches of several steps."""
+        start, size = (self.start, self.size) if at is None else (self.start[at], self.size[at])
+        axes = (1,) * (keys.dim() - size.dim() + 1)
+        start, size = start.view(*start.shape, *axes), size.view(*size.shape, *axes)
         row = randomness.integers(randomness.slots(keys, batch), size)
         weight = torch.full((), 1.0 / batch, dtype=self.dtype, device=row.device).expand(row.shape)
         if self.smallest <= batch:
@@ -81,9 +86,14 @@ class Rows:
             whole = size <= batch
             row = torch.where(whole, slot % size, row)
             weight = torch.where(whole, (slot < size) / size.to(self.dtype), weight)
-        drawn = self._gather(start + row, weight)
+        return start + row, weight
+
+    def take(self, rows: Tensor, weight: Tensor, keys: Tensor) -> Batch:
+        """The minibatch of these rows; `keys` are those it was drawn with."""
+        drawn = self._gather(rows, weight)
         if self.augment is None:
             return drawn
+        batch = rows.shape[-1]
         return replace(
             drawn, x=self.augment(drawn.x, randomness.slots(randomness.fold(keys, "augment"), batch))
         )

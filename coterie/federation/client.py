@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from coterie.runtime.shard import Shard
 
 
+AHEAD = 4  # steps whose minibatches are drawn at once: small tensors cost their calls, not their numbers
+
+
 class Keep:
     """State that stays on the client: `client.keep.personal = v`, read back in a later round.
 
@@ -72,6 +75,8 @@ class Client:
         self.sealer = sealer or Sealer()
         self._step = 0
         self._drawn: tuple[int, Batch] | None = None
+        self._drawn_from = self._drawn_until = -1
+        self._rows_ahead: tuple[Tensor, Tensor, Tensor] | None = None
         self.lead = shard.ids.shape if at is None else at.shape
         self.keep: Any = Keep(lambda name: shard.store.read(name, at))
 
@@ -235,9 +240,22 @@ class Client:
         """The next minibatch, or `again` the last, which is not drawn twice."""
         self._step += not again
         if self._drawn is None or self._drawn[0] != self._step:
-            keys = randomness.fold(self.keys, self._step)
-            self._drawn = self._step, self._shard.train.minibatch(self._at, keys, self._batch)
+            rows, weight, keys = self._ahead()
+            self._drawn = self._step, self._shard.train.take(rows, weight, keys)
         return self._drawn[1]
+
+    def _ahead(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, weights and keys of this step's minibatch; after the first step those of several are drawn at once."""
+        if self._step >= self._drawn_until:
+            self._drawn_from, count = self._step, 1 if self._step <= 1 else AHEAD
+            self._drawn_until = self._step + count
+            steps = torch.arange(self._step, self._drawn_until, device=self.keys.device)
+            keys = randomness.fold(self.keys.unsqueeze(-1), steps)
+            self._rows_ahead = (*self._shard.train.draw(self._at, keys, self._batch), keys)
+        assert self._rows_ahead is not None
+        rows, weight, keys = self._rows_ahead
+        at = self._step - self._drawn_from
+        return rows[..., at, :], weight[..., at, :], keys[..., at]
 
     def _reduced(self, weight: Tensor, rows: Rows) -> Tensor:
         if self._shard.model.reduction == "mean":
