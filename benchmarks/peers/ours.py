@@ -25,12 +25,12 @@ def prepare(problem: Problem) -> Run:
         clock.start()
         run = fit(fed, algorithm, work.rounds, evaluate_every=0, watch=watch)
         if loopless:
-            clock.tick()
-            clock.seconds = [clock.seconds[0] / work.rounds]
+            clock.tick(work.rounds)
         final = {"personal": as_module(fed.model, run.personal).numpy()}
         return final | ({"x": as_module(fed.model, run.state.x).numpy()} if "x" in run.state else {})
 
-    run(Clock())  # what is measured once, such as how a network is stacked, is measured here
+    if not loopless:
+        run(Clock())  # what is measured once, such as how a network is stacked, is measured here
     return run
 
 

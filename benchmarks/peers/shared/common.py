@@ -42,11 +42,13 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        self.last = time.perf_counter()
+        self.last, self.started, self.cpu = time.perf_counter(), _cpu(), 0.0
 
-    def tick(self) -> None:
+    def tick(self, rounds: int = 1) -> None:
+        """End a round, or `rounds` of them that were not told apart."""
         now = time.perf_counter()
-        self.seconds.append(now - self.last)
+        self.seconds.append((now - self.last) / rounds)
+        self.cpu = (_cpu() - self.started) / (len(self.seconds) * rounds)
         self.last = now
 
 
@@ -68,9 +70,9 @@ def serve(prepare: Callable[[Problem], Run], choose_threads: bool = True) -> Non
         _choose_threads(run)
     for line in sys.stdin:
         _, _, path = line.strip().partition(" ")
-        clock, before = Clock(), _cpu()
+        clock = Clock()
         result = run(clock)
-        say(seconds=clock.seconds, cpu=(_cpu() - before) / max(1, len(clock.seconds)), peak_mb=_peak())
+        say(seconds=clock.seconds, cpu=clock.cpu, peak_mb=_peak())
         if path:
             np.savez(Path(path), **result)
             say(saved=path)
