@@ -12,8 +12,19 @@ from torch import Tensor
 Piece = Callable[..., tuple[Tensor, Tensor]]
 
 
-def _piece(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _in_place(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Losses of some tokens, and softmax minus one-hot, which is their gradient in the logits."""
+    logits = (hidden @ weight.t()).to(dtype)
+    place = targets.unsqueeze(1)
+    total = logits.logsumexp(1, keepdim=True)
+    losses = (total - logits.gather(1, place)).squeeze(1)
+    share = logits.sub_(total).exp_()
+    share.scatter_add_(1, place, torch.full_like(total, -1.0))
+    return losses, share.to(hidden.dtype)
+
+
+def _by_element(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same in a form that a compiler makes into two passes over the logits."""
     logits = (hidden @ weight.t()).to(dtype)
     place = targets.unsqueeze(1)
     total = logits.logsumexp(1, keepdim=True)
@@ -24,7 +35,7 @@ def _piece(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) 
 
 @functools.cache
 def _fused() -> Piece:
-    return torch.compile(_piece, dynamic=False)
+    return torch.compile(_by_element, dynamic=False)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -45,7 +56,7 @@ class _TokenLoss(torch.autograd.Function):
                 chosen = logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
                 losses[rows] = logits.logsumexp(1) - chosen
                 continue
-            compute = _fused() if compiled else _piece
+            compute = _fused() if compiled else _in_place
             losses[rows], share = compute(hidden[rows], weight, targets[rows], dtype)
             slopes[rows] = share @ weight
         if slopes is not None:
