@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 METRICS = "accuracy loss rmse distance worst improved train_loss validation_loss mb_up mb_down".split()
 SHARED = "../shared/data/"
+RESULTS = "results"  # the folder beside the experiments that holds ours
 Table = dict[str, Any]
 Watch = Callable[[str, int, int], None]  # what was done, jobs done, jobs in all
 Part = TypeVar("Part")
@@ -155,7 +156,7 @@ class Experiment:
 def experiments() -> list[tuple[str, str]]:
     """Names and titles of the experiments that come with the library."""
     folder = experiments_folder()
-    paths = sorted(folder.rglob("*.toml"))
+    paths = sorted(path for path in folder.rglob("*.toml") if path.relative_to(folder).parts[0] != RESULTS)
     return [
         (path.relative_to(folder).with_suffix("").as_posix(), str(_read(path).get("title", "")))
         for path in paths
