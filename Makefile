@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all e2e browser lint format bench docs docs-test lock clean
+.PHONY: demo test test-all e2e browser lint format bench bench-check docs docs-test lock clean
 
 demo: $(READY)
 	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -40,8 +40,13 @@ docs: $(READY)
 docs-test: $(READY)
 	$(BIN)/pytest -n 2 -m slow tests/test_docs.py
 
+# Speed beside other libraries (installed on the first call, each in an environment of its own under .bench/).
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --install
+
+# Fails where speed relative to a plain loop in the same run fell by more than a fifth.
+bench-check: $(READY)
+	$(BIN)/python -m benchmarks check
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -192,6 +192,17 @@ class TestFit:
         assert shown.code == 0, shown.err
         assert read(again) | {"seconds": 0} == read(first) | {"seconds": 0}
 
+    def test_state_on_disk_changes_nothing(self, command: Command, tmp_path: Path) -> None:
+        for name, more in (("inside", ()), ("outside", ("--state-memory", 0))):
+            run = command("fit", *HEART, "--rounds", 3, "--out", tmp_path / name, *more)
+            assert run.code == 0, run.err
+        inside, outside = ((tmp_path / name / "models").iterdir() for name in ("inside", "outside"))
+        assert {p.name: p.read_bytes() for p in inside} == {p.name: p.read_bytes() for p in outside}
+        refused = command(
+            "fit", *HEART, "--algorithm", "auto", "--state-memory", 1, "--out", tmp_path / "auto"
+        )
+        assert refused.code == 2 and "leave out" in refused.err
+
     def test_a_run_that_diverges_says_so(
         self, command: Command, tmp_path: Path, write_table: WriteTable
     ) -> None:

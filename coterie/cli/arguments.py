@@ -42,6 +42,15 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="hyperparameter, such as lam=0.3 (may be repeated)"),
 ]
+StateMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--state-memory",
+        min=0,
+        metavar="MB",
+        help="what clients keep beyond this lies on disk",
+    ),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 

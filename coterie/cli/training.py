@@ -19,6 +19,7 @@ from coterie.cli.arguments import (
     RunArgument,
     SeedOption,
     SetOption,
+    StateMemoryOption,
     TableArgument,
     TargetOption,
     TaskOption,
@@ -110,6 +111,7 @@ def fit(
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
     l2: L2Option = None,
+    state_memory: StateMemoryOption = None,
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
     ] = None,
@@ -122,8 +124,8 @@ def fit(
     from coterie.runs.plan import rounds_within_budget
 
     method = "auto" if algorithm == "auto" else make(algorithm, **assignments(settings or []))
-    if isinstance(method, str) and (settings or budget_mb is not None):
-        raise SettingError("auto chooses the settings by itself; leave out --set and --budget-mb")
+    if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
+        raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
     require_place(json)
     fed = load_table(
         find_table(table),
@@ -149,6 +151,7 @@ def fit(
             checkpoint_every=checkpoint_every,
             watch=_rounds(watch, algorithm),
             track=track,
+            state_memory=state_memory,
         )
     if run.choice is not None:
         console.show(run.choice.text())
@@ -160,6 +163,7 @@ def resume(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="go on although threads, device or versions differ")
     ] = False,
+    state_memory: StateMemoryOption = None,
     json: JsonOption = None,
 ) -> None:
     """Go on with an interrupted run; the result is the same as without the interruption."""
@@ -167,7 +171,7 @@ def resume(
 
     require_place(json)
     with _resumable(run), console.progress() as watch:
-        finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name))
+        finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name), state_memory=state_memory)
     _finished(finished, json)
 
 
