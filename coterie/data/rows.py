@@ -66,16 +66,13 @@ class Rows:
         rows = torch.repeat_interleave(self.start[clients], size) + inside
         return Rows(self.x[rows], self.y[rows], size.cumsum(0) - size, size, self.augment)
 
-    def minibatch(self, at: Tensor | None, keys: Tensor, batch: int) -> Batch:
-        """`batch` draws with replacement per client; a client with no more rows than that gives them all.
-
-        `at` are positions [k] (None: every client) or one position [] for a single client; `keys` has
-        the same shape. Weights sum to one.
-        """
-        return self.take(*self.draw(at, keys, batch), keys)
-
     def draw(self, at: Tensor | None, keys: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Which rows, [..., batch], and their weights; keys [k, steps] draw the minibatches of several steps."""
+        """Which rows, [..., batch], and their weights: `batch` draws with replacement per client.
+
+        A client with no more rows than that gives them all. `at` are positions [k] (None: every client) or one
+        position [] for a single client; `keys` has the same shape, or [k, steps] for minibatches of several steps.
+        Weights sum to one.
+        """
         start, size = (self.start, self.size) if at is None else (self.start[at], self.size[at])
         axes = (1,) * (keys.dim() - size.dim() + 1)
         start, size = start.view(*start.shape, *axes), size.view(*size.shape, *axes)

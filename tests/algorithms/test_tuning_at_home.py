@@ -204,13 +204,13 @@ def test_maml_trains_a_network():
 
 
 def test_a_minibatch_that_is_looked_at_again_is_drawn_once(monkeypatch):
-    drawn, draw = [], Rows.minibatch
+    drawn, take = [], Rows.take
 
-    def counted(self, at, keys, batch):
-        drawn.append(batch)
-        return draw(self, at, keys, batch)
+    def counted(self, rows, weight, keys):
+        drawn.append(rows)
+        return take(self, rows, weight, keys)
 
-    monkeypatch.setattr(Rows, "minibatch", counted)
+    monkeypatch.setattr(Rows, "take", counted)
     fed = federation()
     fit(fed, PFedMe(steps=4, inner_steps=5, batch=2), rounds=1, evaluate_every=0)
     assert len(drawn) == 4
