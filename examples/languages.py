@@ -13,6 +13,8 @@ import torch
 import coterie
 from coterie.runs.adapters import save_adapters
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 texts, source = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "smollm2"
 model = coterie.models.causal_lm(source, lora_rank=4, precision="auto")
 device = "cuda" if torch.cuda.is_available() else "cpu"

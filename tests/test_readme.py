@@ -68,8 +68,12 @@ def test_every_algorithm_has_its_page():
         assert (ROOT / "docs" / "algorithms" / f"{name}.md").exists(), name
 
 
+EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")}
+ELSEWHERE = {"languages.py"}  # needs texts and a model: tests/language/test_methods.py
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.parametrize("name", sorted(EXAMPLES - ELSEWHERE))
 def test_example_runs(name):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, cwd=ROOT
