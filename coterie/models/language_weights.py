@@ -78,7 +78,9 @@ def read_tokenizer(location: Location) -> Any:
     """The tokenizer that came with the weights."""
     transformers = require()
     with quiet(transformers), _explained(location, "with a tokenizer in it"):
-        return transformers.AutoTokenizer.from_pretrained(location.source, **location.options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(location.source, **location.options)
+    tokenizer.clean_up_tokenization_spaces = False  # it is for another kind of tokenizer, and alters text
+    return tokenizer
 
 
 def require() -> Any:
