@@ -38,7 +38,7 @@ docs: $(READY)
 
 # Every command, snippet and notebook of the documentation is run.
 docs-test: $(READY)
-	$(BIN)/pytest -n 2 -m slow tests/test_docs.py
+	$(BIN)/pytest -n 2 -m slow tests/test_docs.py tests/test_docs_site.py
 
 # Speed beside other libraries (installed on the first call, each in an environment of its own under .bench/).
 bench: $(READY)

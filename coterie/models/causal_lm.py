@@ -17,7 +17,7 @@ from coterie.models.accelerate import PRECISIONS
 from coterie.models.adapted import PARTS, Adapted
 from coterie.models.base import Model
 from coterie.models.language_weights import locate, quiet, read_model, read_tokenizer, require
-from coterie.models.solve import largest_curvature, lbfgs
+from coterie.models.solve import largest_curvature, pulled_lbfgs
 
 CPU_BYTES = 2**30
 GPU_SHARE = 0.4  # of its memory, for what a backward pass keeps
@@ -161,17 +161,8 @@ class CausalLM(Model):
 
     def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
         """At most 100 steps of L-BFGS to gradient norm tol."""
-
-        def loss(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-            return self.loss(w, *rows) + 0.5 * pull * (w - centre).square().sum(-1, keepdim=True)
-
-        def grad(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-            return self.grad(w, *rows) + pull * (w - centre)
-
-        parts = (w, x, y, weight.to(w.dtype))
-        start, *rows = parts if w.dim() > 1 else tuple(part.unsqueeze(0) for part in parts)
-        limit = torch.full_like(start[:, :1], tol)
-        return lbfgs(loss, grad, start, (start, *rows), limit, steps=100).w.view_as(w)
+        rows = (x, y, weight.to(w.dtype))
+        return pulled_lbfgs(self.loss, self.grad, w, rows, tol, pull, steps=100)
 
     def module(self, w: Tensor) -> nn.Module:
         return ClientLM(self, w.detach())

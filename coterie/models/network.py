@@ -19,7 +19,7 @@ from coterie.models.base import Model, dot
 from coterie.models.checks import check_behaviour, check_module
 from coterie.models.predictor import NetworkPredictor
 from coterie.models.skeleton import Skeleton
-from coterie.models.solve import largest_curvature, lbfgs
+from coterie.models.solve import largest_curvature, pulled_lbfgs
 from coterie.models.targets import check_column, count_classes
 from coterie.models.ways import Ways
 
@@ -147,17 +147,8 @@ class Network(Model):
     def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
         """At most 300 steps of L-BFGS to gradient norm tol, which a minimiser at a kink never reaches."""
         exact = self._exact()
-
-        def loss(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-            return exact.loss(w, *rows) + 0.5 * pull * (w - centre).square().sum(-1, keepdim=True)
-
-        def grad(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-            return exact.grad(w, *rows) + pull * (w - centre)
-
-        parts = (w, x, y, weight.to(w.dtype))
-        start, *rows = parts if w.dim() > 1 else tuple(part.unsqueeze(0) for part in parts)
-        limit = torch.full_like(start[:, :1], tol)
-        return lbfgs(loss, grad, start, (start, *rows), limit, steps=300).w.view_as(w)
+        rows = (x, y, weight.to(w.dtype))
+        return pulled_lbfgs(exact.loss, exact.grad, w, rows, tol, pull, steps=300)
 
     def module(self, w: Tensor) -> nn.Module:
         return NetworkPredictor(self.skeleton.filled(w.detach()), self.task)

@@ -130,6 +130,23 @@ def lbfgs(
     return stack.solution
 
 
+def pulled_lbfgs(
+    loss: Function, grad: Function, w: Tensor, data: tuple[Tensor, ...], tol: float, pull: float, steps: int
+) -> Tensor:
+    """Minimiser of loss + pull/2 |. - w|^2 from `w` [d] or a stack [k, d], by L-BFGS."""
+
+    def whole(x: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+        return loss(x, *rows) + 0.5 * pull * (x - centre).square().sum(-1, keepdim=True)
+
+    def slope(x: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+        return grad(x, *rows) + pull * (x - centre)
+
+    parts = (w, *data)
+    start, *rows = parts if w.dim() > 1 else tuple(part.unsqueeze(0) for part in parts)
+    limit = torch.full_like(start[:, :1], tol)
+    return lbfgs(whole, slope, start, (start, *rows), limit, steps=steps).w.view_as(w)
+
+
 def _two_loops(slope: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
     """The inverse Hessian of the pairs (moves, turns) [k, m, d] times `slope`; zero pairs are ignored."""
     bends = (moves * turns).sum(-1, keepdim=True)

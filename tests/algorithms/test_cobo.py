@@ -319,57 +319,6 @@ def test_without_symmetry_each_direction_is_looked_at_by_itself():
     assert float(last.weights.diagonal().abs().max()) == 0.0
 
 
-class TestElasticity:
-    """Clients that join and leave."""
-
-    @staticmethod
-    def scheduled(here, **settings):
-        @dataclasses.dataclass(frozen=True)
-        class Scheduled(CoBo):
-            def present(self, fed, t):
-                return torch.tensor(here(t))
-
-        return Scheduled(0.05, 0.5, 0.05, sampling="all", batch=0, **settings)
-
-    def test_a_newcomer_starts_from_its_collaborators_weighted(self):
-        fed = bowls((4, 4))
-        early = [0, 1, 2, 4, 5, 6]
-        method = self.scheduled(lambda t: early if t <= 300 else list(range(8)))
-        states = list(trajectory(fed, method, 900))
-        waiting = states[300]
-        known = waiting.weights[3] * torch.tensor([k in early for k in range(8)])
-        torch.testing.assert_close(waiting.models[3], known @ waiting.models / known.sum())
-        assert states[300].joined == 6 and states[301].joined == 8
-        assert error(fed, states[-1].models) < 1e-8
-        assert torch.equal(states[-1].weights, block_weights(fed))
-
-    def test_who_leaves_finds_its_row_and_model_again(self):
-        fed = bowls((4, 4))
-        method = self.scheduled(lambda t: list(range(8)) if not 100 < t <= 400 else list(range(7)))
-        states = list(trajectory(fed, method, 600))
-        assert torch.equal(states[400].weights[7], states[100].weights[7])
-        assert torch.equal(states[400].models[7], states[100].models[7])
-        assert not torch.equal(states[401].models[7], states[400].models[7])
-        assert error(fed, states[600].models) < 1e-8
-
-    def test_the_model_of_an_absent_client_pulls_for_as_long_as_patience_says(self):
-        fed = bowls((2,))
-        a = curvatures(fed)[0]
-        for patience, pulled in ((0, 0), (3, 3)):
-            method = self.scheduled(lambda t: [0, 1] if t <= 2 else [0], patience=patience)
-            states = list(trajectory(fed, method, 8))
-            count = 0
-            for t in range(3, 9):
-                alone = states[t - 1].models[0] - 0.05 * a * (states[t - 1].models[0] - centres(fed)[0])
-                count += not torch.allclose(states[t].models[0], alone, rtol=0, atol=1e-12)
-            assert count == pulled
-
-    def test_a_third_of_the_clients_a_round_still_finds_the_clusters(self):
-        fed = bowls((5, 5), seed=4)
-        last = after(fed, CoBo(0.05, 0.5, 0.05, sampling="all", participation=0.3, batch=0), 1800)
-        assert torch.equal(last.weights, block_weights(fed)) and error(fed, last.models) < 1e-12
-
-
 def test_projection_on_the_simplex_equals_brute_force():
     rows = torch.randn(200, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
     expected = torch.tensor([brute_projection(row.tolist()) for row in rows], dtype=torch.float64)
