@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)  # the tests run side by side, and a second thread beside other work only waits
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Bytes by their number: packed ones hold the time, and all processes must give a test one name."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command left: exit code, standard output, standard error."""

@@ -39,7 +39,7 @@ class CausalLM(Model):
 
     A row of inputs is a stretch of token ids [length], a target the number of its tokens that count: those at
     places 1..y, each predicted from all before it. The loss of rows under weights a is
-    sum_b a_b (losses of the tokens of row b) / sum_b a_b y_b.
+    sum_b a_b * sum_b a_b (losses of the tokens of row b) / sum_b a_b y_b; weights of a mean sum to one.
     """
 
     source: str = ""

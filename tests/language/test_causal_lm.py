@@ -144,6 +144,14 @@ def test_rows_of_weight_zero_do_not_count(model: CausalLM) -> None:
     assert torch.allclose(model.grad(w, x, y, weight), few, rtol=1e-10, atol=1e-14)
 
 
+def test_twice_the_weight_is_twice_the_loss(model: CausalLM) -> None:
+    x, y = rows()
+    weight = torch.full((len(x),), 1 / len(x), dtype=torch.float64)
+    w = point(model)
+    torch.testing.assert_close(model.loss(w, x, y, 2 * weight), 2 * model.loss(w, x, y, weight))
+    torch.testing.assert_close(model.grad(w, x, y, 2 * weight), 2 * model.grad(w, x, y, weight))
+
+
 def test_stacks_are_clients_one_by_one(model: CausalLM) -> None:
     x, y = rows()
     stack = torch.stack([point(model, k) for k in range(3)])
