@@ -38,12 +38,9 @@ class Ditto(Algorithm):
         client.keep.personal = x
 
     def train(self, client: Client, x: Tensor) -> Tensor:
-        v, y = client.keep.personal, x
-        for _ in range(self.steps):
-            v = v - self.lr * (client.grad(v) + self.lam * (v - x))
-            y = y - self.lr * client.grad(y)
-        client.keep.personal = v
-        return y
+        v = client.keep.personal
+        client.keep.personal = client.sgd(v, self.lr, self.steps, pull=self.lam, towards=x, turn=(0, 2))
+        return client.sgd(x, self.lr, self.steps, turn=(1, 2))
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.personal

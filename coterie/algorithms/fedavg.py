@@ -37,9 +37,7 @@ class FedAvg(Algorithm):
         return State(x=s.x + self.server_lr * (average - s.x))
 
     def train(self, client: Client, x: Tensor) -> Tensor:
-        for _ in range(self.steps):
-            x = x - self.lr * client.grad(x)
-        return x
+        return client.sgd(x, self.lr, self.steps)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x

@@ -114,9 +114,7 @@ class Ifca(Algorithm):
     def _update(self, client: Client, x: Tensor) -> Tensor:
         if self.average == "gradient":
             return client.grad(x)
-        for _ in range(self.steps):
-            x = x - self.lr * client.grad(x)
-        return x
+        return client.sgd(x, self.lr, self.steps)
 
     def _averaged(
         self, models: Tensor, labels: Tensor, r: Replies, update: Tensor, choice: Tensor

@@ -34,9 +34,7 @@ class Oracle(Algorithm):
         return State(centres=r.mean(by=fed.known_clusters(), default=s.centres))
 
     def train(self, client: Client, x: Tensor) -> Tensor:
-        for _ in range(self.steps):
-            x = x - self.lr * client.grad(x)
-        return x
+        return client.sgd(x, self.lr, self.steps)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x

@@ -95,9 +95,7 @@ class PdlTc(Algorithm):
         return m
 
     def warm(self, client: Client, x: Tensor) -> Tensor:
-        for _ in range(self.warmup):
-            x = x - self.lr * client.grad(x)
-        return x
+        return client.sgd(x, self.lr, self.warmup)
 
     def own_slope(self, client: Client, x: Tensor) -> Tensor:
         if self.adopt:

@@ -110,10 +110,7 @@ class PflTc(Algorithm):
         """The sum of the gradients on a way of so many steps from x."""
         if steps == 1:
             return client.grad(x)
-        y = x
-        for _ in range(steps):
-            y = y - self.lr * client.grad(y)
-        return (x - y) / self.lr
+        return (x - client.sgd(x, self.lr, steps)) / self.lr
 
     def _own(self, fed: Federation, s: State) -> Tensor:
         """The model of every client; the mean of the models for one that no cluster has taken in yet."""

@@ -45,6 +45,4 @@ class Reptile(Algorithm):
         return {"train": (d, d)}
 
     def _adapted(self, client: Client, x: Tensor, steps: int) -> Tensor:
-        for _ in range(steps):
-            x = x - self.lr * client.grad(x)
-        return x
+        return client.sgd(x, self.lr, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ from coterie.federation import randomness
 
 PADDED_ELEMENTS = 1 << 25  # largest padded batch made at once; larger groups of clients are cut
 CACHED_ELEMENTS = 1 << 26  # largest padded copy of all clients worth keeping between rounds
+_making = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,13 @@ class Rows:
     largest: int = field(init=False)
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
+    _kernels: list[tuple[Tensor, Tensor]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "largest", int(self.size.max()) if len(self.size) else 0)
         object.__setattr__(self, "smallest", int(self.size.min()) if len(self.size) else 0)
         object.__setattr__(self, "_cache", {})
+        object.__setattr__(self, "_kernels", [])
 
     def __len__(self) -> int:
         return len(self.size)
@@ -109,6 +113,26 @@ class Rows:
             yield from self._cache["all"]
         else:
             yield from self._groups(None)
+
+    def kernels(self, at: Tensor | None) -> Tensor:
+        """Inner products of the rows of each client, [n * largest, largest], for the clients `at` and some others.
+
+        They are made when a client is first asked for and kept.
+        """
+        with _making:
+            if not self._kernels:
+                width = self.largest
+                products = torch.zeros(len(self) * width, width, dtype=self.x.dtype)
+                self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
+        products, made = self._kernels[0]
+        here = made if at is None else made[at]
+        if not here.all():
+            everyone = torch.arange(len(self)) if at is None else at
+            for client in everyone[~here].tolist():
+                x, first = self.of(client)[0], client * self.largest
+                torch.mm(x, x.mT, out=products[first : first + len(x), : len(x)])
+            made[everyone] = True
+        return products
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.errors import CoterieError, SettingError
 from coterie.federation import randomness
 from coterie.federation.parcels import Sealer
+from coterie.models import span
 from coterie.models.metrics import metrics
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class Client:
         """Coordinates of this visit, hashed when the first random number is asked for."""
         return self._make_keys()
 
+    @functools.cached_property
+    def _own(self) -> span.Own:
+        return span.Own(self._shard.train, self._at)
+
     @property
     def size(self) -> Tensor:
         """Number of training rows, [..., 1]."""
@@ -109,6 +114,42 @@ class Client:
         batch = self._minibatch(again)
         return self._shard.model.grad(x, batch.x, batch.y, self._reduced(batch.weight, rows))
 
+    def sgd(
+        self,
+        x: Tensor,
+        lr: float,
+        steps: int,
+        *,
+        pull: float = 0.0,
+        towards: Tensor | None = None,
+        turn: tuple[int, int] = (0, 1),
+    ) -> Tensor:
+        """x after `steps` steps x <- x - lr (grad(x) + pull (x - towards)), each on a minibatch of its own.
+
+        Several descents of a phase may take turns: `turn=(k, m)` draws what the k-th of m would, counted from 0, and
+        the last of them ends the draws.
+        """
+        begun, (mine, every) = self._step, turn
+        numbers = range(begun + 1 + mine, begun + 1 + every * steps, every)
+        shard = self._shard
+        if self.lead and not shard.loop and shard._draws(self._batch):
+            if span.pays(shard.model, shard.train, self._batch * steps):
+                keys = randomness.fold(self.keys.unsqueeze(-1), torch.tensor(numbers))
+                drawn, weight = shard.train.draw(self._at, keys, self._batch)
+                if shard.model.reduction == "sum":
+                    weight = weight * self._pick(shard.train.size).view(-1, 1, 1)
+                x = span.descend(shard.model, shard.train, self._own, x, drawn, weight, lr, pull, towards)
+                numbers = range(0)
+        for k, number in enumerate(numbers):
+            self._step = number - 1
+            slope = self.grad(x)
+            if towards is not None and pull:
+                slope.add_((x - towards).mul_(pull))
+            slope.mul_(lr)
+            x = x.sub_(slope) if k else x - slope
+        self._step = begun + (every * steps if mine == every - 1 else 0)
+        return x
+
     def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
         """Loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""
         rows = self._shard.train
@@ -123,6 +164,16 @@ class Client:
         if statistics is not None:
             return self._shard.model.grad_from(statistics, x)
         return self._over_rows(self._shard.model.grad, x)
+
+    def descend(self, x: Tensor, pace: Tensor, steps: int) -> Tensor:
+        """x after so many steps x <- x - pace grad(x), with pace [..., 1]."""
+        if steps and self._at is None and (self._batch == 0 or self._shard.train.largest <= self._batch):
+            closed = self._shard.descent(pace)
+            if closed is not None:
+                return closed(x, steps)
+        for _ in range(steps):
+            x = torch.addcmul(x, pace, self.grad(x), value=-1)
+        return x
 
     def hvp(self, x: Tensor, v: Tensor) -> Tensor:
         """Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
@@ -246,7 +297,7 @@ class Client:
 
     def _ahead(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, weights and keys of this step's minibatch; after the first step those of several are drawn at once."""
-        if self._step >= self._drawn_until:
+        if not self._drawn_from <= self._step < self._drawn_until:
             self._drawn_from, count = self._step, 1 if self._step <= 1 else AHEAD
             self._drawn_until = self._step + count
             steps = torch.arange(self._step, self._drawn_until, device=self.keys.device)

@@ -25,6 +25,7 @@ from coterie.federation import randomness
 from coterie.federation.client import Client, all_finite, as_reply
 from coterie.federation.compressors import Compressor
 from coterie.federation.parcels import Parcel, Sealer
+from coterie.models import span
 from coterie.models.base import Model
 from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
@@ -248,7 +249,9 @@ class Shard:
 
     def stack_size(self, batch: int) -> int:
         """How many clients are stacked at once."""
-        room = min(STACK_ELEMENTS, CACHED_ELEMENTS) if self._draws(batch) else STACK_ELEMENTS
+        room = STACK_ELEMENTS
+        if self._draws(batch):
+            room = min(room, CACHED_ELEMENTS << (3 if span.pays(self.model, self.train, math.inf) else 0))
         if self.device.type == "cuda":
             room = torch.cuda.get_device_properties(self.device).total_memory // GPU_BYTES_PER_ELEMENT
         return max(1, room // (4 * self.model.d + batch * self._row_elements))
