@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from coterie.algorithms.async_l2gd import AsyncL2GD, PerCluster, _rows
+from coterie.algorithms.async_l2gd import HEADS, AsyncL2GD, PerCluster, _rows
 from coterie.algorithms.base import setting
 from coterie.errors import SettingError
 from coterie.federation.client import Client
@@ -90,17 +90,20 @@ class AsyncAL2SGD(AsyncL2GD):
             s = s.replace(renewed=s.renewed + 1)
         return s
 
+    def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
+        return s, after
+
     def renew(self, fed: Federation, s: State) -> None:
         """Everyone's y becomes the anchor, with the gradient of the whole objective there."""
-        replies = fed.map(self.offer, each=self._pace(fed, s, None), link="client-cluster")
+        replies = fed.map(self.offer, each=self._pace(fed, s, None), link=HEADS)
         if not len(replies):
             return
         ids = None if len(replies) == fed.n else replies.ids
         clusters, weights = _rows(fed.known_clusters(), ids), _rows(s.weights, ids)
-        common, inside = self.means(s, replies.values, clusters, ids)
+        common, inside = self.means(replies.values, clusters, self.weights(s, clusters, ids))
         self.exchange(fed, inside)
         each = {"inside": inside[clusters], "weights": weights}
-        fed.map(self.anchor, to=ids, each=each, common=common, link="client-cluster")
+        fed.map(self.anchor, to=ids, each=each, common=common, link=HEADS)
 
     def begin(self, client: Client) -> None:
         x = client.initial_model()

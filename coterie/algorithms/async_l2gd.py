@@ -10,13 +10,15 @@ from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
 from coterie.errors import SettingError
-from coterie.federation.client import Client
+from coterie.federation.client import Client, all_finite
 from coterie.federation.federation import Federation
+from coterie.federation.ledger import Part, weigh
 from coterie.federation.state import State
 from coterie.theory.coins import Coins, count_rounds
 from coterie.theory.hierarchical import Penalty, group_sum
 
 PerCluster = float | tuple[float, ...]
+HEADS = "client-cluster"  # the link between clients and the head of their cluster
 
 
 @dataclass(frozen=True)
@@ -119,29 +121,68 @@ class AsyncL2GD(Algorithm):
 
     def communicate(self, fed: Federation, s: State, to: Tensor | None) -> None:
         """Clients send their models, get the means, and move towards them; `to` None means all clusters."""
-        replies = fed.map(self.share, to=to, each=self._pace(fed, s, to), link="client-cluster")
+        replies = fed.map(self.share, to=to, each=self._pace(fed, s, to), link=HEADS)
         if not len(replies):
             return
         ids = None if len(replies) == fed.n else replies.ids
-        clusters = _rows(fed.known_clusters(), ids)
-        common, inside = self.means(s, replies.values, clusters, ids)
-        pulls = _rows(s.pulls, ids)
+        clusters, pulls = _rows(fed.known_clusters(), ids), _rows(s.pulls, ids)
+        common, inside = self.means(replies.values, clusters, self.weights(s, clusters, ids))
         if to is None:
             self.exchange(fed, inside)
             each = {"inside": inside[clusters], "pulls": pulls[:, :2]}
-            fed.map(self.pull_all, to=ids, each=each, common=common, link="client-cluster")
+            fed.map(self.pull_all, to=ids, each=each, common=common, link=HEADS)
         else:
             each = {"inside": inside[clusters], "pull": pulls[:, 2:]}
-            fed.map(self.pull_inside, to=ids, each=each, link="client-cluster")
+            fed.map(self.pull_inside, to=ids, each=each, link=HEADS)
 
-    def means(self, s: State, models: Tensor, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The common mean [d] and those of the clusters [k, d] over the clients that answered."""
-        tiny = torch.finfo(models.dtype).tiny
-        near = _rows(s.weights, ids)[:, :1]
-        total = group_sum(near, clusters, len(s.steps))
-        sums = group_sum(near * models, clusters, len(s.steps))
-        common = (s.alpha * sums).sum(0) / (s.alpha * total).sum().clamp_(min=tiny)
-        return common, sums / total.clamp_(min=tiny)
+    def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
+        """Rounds of one coin with all clients as one stack; halved where numbers overflow on the way."""
+        client = fed.together(self) if self.coins == "one" and until > after + 1 else None
+        if client is None:
+            return s, after
+        clusters, k, talks = fed.known_clusters(), len(s.steps), []
+        owed = s.steps[clusters] - client.keep.done
+        alone = int(owed.min())
+        if alone < int(owed.max()):
+            return s, after
+        descend, weights = client.descent(self.lr * s.rate), self.weights(s, clusters, None)
+        own, far, near = self.shares(s.pulls)
+        far, near = (one.new_zeros(k, 1).index_copy_(0, clusters, one) for one in (far, near))
+        x, other = client.keep.model.clone(), torch.empty_like(client.keep.model)
+        for t, tossed in enumerate(fed.coins("everyone", after + 1, until).tolist(), after + 1):
+            if tossed >= self.p0:
+                alone += 1
+                continue
+            if alone:
+                x, other, alone = descend(x, alone, out=other), x, 0
+            common, inside = self.means(x, clusters, weights)
+            torch.index_select(self.aim(common, inside, far, near), 0, clusters, out=other)
+            x, other = torch.addcmul(other, own, x, out=other), x
+            talks.append(t)
+        if not all_finite([x]):
+            return self.leap(fed, s, after, (after + until) // 2)
+        steps = s.steps + (until - after - len(talks))
+        if talks:
+            client.keep.model, client.keep.done = x, (steps - alone)[clusters]
+            heads = Part("means", "cluster-server", weigh(inside), weigh(inside))
+            share, pull = (fed.visits(self, phase, HEADS) for phase in ("share", "pull_all"))
+            fed.settle(client, talks, (share, heads, pull))
+        return s.replace(steps=steps, rounds_global=s.rounds_global + len(talks)), until
+
+    def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What one of these clients counts in its cluster's mean, [k, 1], and a cluster in the common one, [k]."""
+        gamma = _rows(s.weights, ids)[:, :1]
+        count = group_sum(torch.ones_like(gamma), clusters, len(s.steps))
+        pull = s.alpha * group_sum(gamma, clusters, len(s.steps))
+        total = pull.sum().clamp_(min=torch.finfo(pull.dtype).tiny)
+        return 1 / count.clamp_(min=1), (pull / total).squeeze(-1)
+
+    def means(
+        self, models: Tensor, clusters: Tensor, weights: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The common mean [d] and those of the clusters [k, d]."""
+        inside = group_sum(models, clusters, weights[0].shape[0]).mul_(weights[0])
+        return weights[1] @ inside, inside
 
     def exchange(self, fed: Federation, inside: Tensor) -> None:
         """Meter what cluster heads and server exchange: a mean up and the common one down for each."""
@@ -160,8 +201,7 @@ class AsyncL2GD(Algorithm):
         """Take the steps alone that came up since the last call."""
         x, owed, pace = client.keep.model, steps - client.keep.done, self.lr * rate
         common = int(owed.min())
-        for _ in range(common):
-            x = torch.addcmul(x, pace, client.grad(x), value=-1)
+        x = client.descent(pace)(x, common)
         for k in range(common, int(owed.max())):
             x = torch.where(k < owed, torch.addcmul(x, pace, client.grad(x), value=-1), x)
             if not torch.where(k < owed, x.isfinite(), False).any():
@@ -169,8 +209,18 @@ class AsyncL2GD(Algorithm):
         return x
 
     def pull_all(self, client: Client, common: Tensor, inside: Tensor, pulls: Tensor) -> None:
-        x, far, near = client.keep.model, pulls[..., :1], pulls[..., 1:]
-        client.keep.model = x - self.lr * (far * (x - common) + near * (x - inside))
+        own, far, near = self.shares(pulls)
+        client.keep.model = torch.addcmul(self.aim(common, inside, far, near), own, client.keep.model)
+
+    def shares(self, pulls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What remains of the own model, and comes from the common and from the cluster's mean, [..., 1]."""
+        far, near = self.lr * pulls[..., :1], self.lr * pulls[..., 1:2]
+        return 1 - far - near, far, near
+
+    @staticmethod
+    def aim(common: Tensor, inside: Tensor, far: Tensor, near: Tensor) -> Tensor:
+        """What the means add to the model when all communicate."""
+        return torch.addcmul(far * common, near, inside)
 
     def pull_inside(self, client: Client, inside: Tensor, pull: Tensor) -> None:
         x = client.keep.model

@@ -91,6 +91,13 @@ class Algorithm:
         """The server's state after round t = 1, 2, ..."""
         raise NotImplementedError
 
+    def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
+        """Rounds after `after`, at most to `until`, at once: the state then, and the round it has come to.
+
+        Bits and ledger are those of `round` called for one after the other. By default nothing is leapt.
+        """
+        return s, after
+
     def deploy(self, *client_and_state_fields: Any, **kwargs: Any) -> Tensor:
         """The model a client uses: `deploy(self, client, x)` takes state fields by name, reads `client.keep`."""
         raise NotImplementedError

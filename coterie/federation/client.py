@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError, SettingError
-from coterie.federation import randomness
+from coterie.federation import local_sgd, randomness
 from coterie.federation.parcels import Sealer
 from coterie.models import span
 from coterie.models.metrics import metrics
@@ -131,22 +131,7 @@ class Client:
         """
         begun, (mine, every) = self._step, turn
         numbers = range(begun + 1 + mine, begun + 1 + every * steps, every)
-        shard = self._shard
-        if self.lead and not shard.loop and shard._draws(self._batch):
-            if span.pays(shard.model, shard.train, self._batch * steps):
-                keys = randomness.fold(self.keys.unsqueeze(-1), torch.tensor(numbers))
-                drawn, weight = shard.train.draw(self._at, keys, self._batch)
-                if shard.model.reduction == "sum":
-                    weight = weight * self._pick(shard.train.size).view(-1, 1, 1)
-                x = span.descend(shard.model, shard.train, self._own, x, drawn, weight, lr, pull, towards)
-                numbers = range(0)
-        for k, number in enumerate(numbers):
-            self._step = number - 1
-            slope = self.grad(x)
-            if towards is not None and pull:
-                slope.add_((x - towards).mul_(pull))
-            slope.mul_(lr)
-            x = x.sub_(slope) if k else x - slope
+        x = local_sgd.descend(self, x, lr, numbers, pull if towards is not None else 0.0, towards)
         self._step = begun + (every * steps if mine == every - 1 else 0)
         return x
 
@@ -165,15 +150,17 @@ class Client:
             return self._shard.model.grad_from(statistics, x)
         return self._over_rows(self._shard.model.grad, x)
 
-    def descend(self, x: Tensor, pace: Tensor, steps: int) -> Tensor:
-        """x after so many steps x <- x - pace grad(x), with pace [..., 1]."""
-        if steps and self._at is None and (self._batch == 0 or self._shard.train.largest <= self._batch):
-            closed = self._shard.descent(pace)
-            if closed is not None:
-                return closed(x, steps)
-        for _ in range(steps):
-            x = torch.addcmul(x, pace, self.grad(x), value=-1)
-        return x
+    def descent(self, pace: Tensor) -> Callable[..., Tensor]:
+        """A function of x and k that takes k steps x <- x - pace grad(x), pace [..., 1]; it may write to `out`."""
+        every_row = self._batch == 0 or self._shard.train.largest <= self._batch
+        closed = self._shard.descent(pace) if self._at is None and every_row else None
+
+        def steps(x: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+            for _ in range(count):
+                x = torch.addcmul(x, pace, self.grad(x), value=-1)
+            return x
+
+        return steps if closed is None else closed
 
     def hvp(self, x: Tensor, v: Tensor) -> Tensor:
         """Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""

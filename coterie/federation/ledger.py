@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import polars
+    from torch import Tensor
 
 INSIDE = "inside"  # the link of what crosses no wire, which is not counted
 PEERS = "client-client"  # from one client to another
 COUNTS = ("messages_down", "floats_down", "bytes_down", "messages_up", "floats_up", "bytes_up")
+
+
+Counts = tuple[int, int, int]  # messages, floats, bytes
 
 
 class Entry(NamedTuple):
@@ -21,13 +26,37 @@ class Entry(NamedTuple):
     link: str
 
 
+class Part(NamedTuple):
+    """Traffic of one phase on one link."""
+
+    phase: str
+    link: str
+    down: Counts
+    up: Counts
+
+
 class Ledger:
-    """Filled by `Federation.map` and by nothing else."""
+    """Filled by `Federation` and by nothing else."""
 
     def __init__(self) -> None:
-        self.entries: dict[Entry, list[int]] = {}
+        self._entries: dict[Entry, list[int]] = {}
+        self._rounds: list[
+            tuple[Sequence[int], str, Sequence[Part]]
+        ] = []  # not entered yet, for who asks only
 
-    def add(self, entry: Entry, down: tuple[int, int, int], up: tuple[int, int, int]) -> None:
+    @property
+    def entries(self) -> dict[Entry, list[int]]:
+        """Messages, floats and bytes down, then up, in the order in which they were sent."""
+        for rounds, kind, parts in self._rounds:
+            self._entries.update(
+                (Entry(t, kind, part.phase, part.link), [*part.down, *part.up])
+                for t in rounds
+                for part in parts
+            )
+        self._rounds.clear()
+        return self._entries
+
+    def add(self, entry: Entry, down: Counts, up: Counts) -> None:
         """Add (messages, floats, bytes) in each direction."""
         counts = self.entries.get(entry)
         if counts is None:
@@ -35,6 +64,10 @@ class Ledger:
         else:
             for k, value in enumerate((*down, *up)):
                 counts[k] += value
+
+    def add_rounds(self, rounds: Sequence[int], kind: str, parts: Sequence[Part]) -> None:
+        """The same traffic in each of many rounds, which had none of these phases before."""
+        self._rounds.append((rounds, kind, parts))
 
     def total(
         self, count: str, kind: str | None = None, phase: str | None = None, link: str | None = None
@@ -58,3 +91,8 @@ class Ledger:
         text = {"kind", "phase", "link"}
         schema = {name: polars.String if name in text else polars.Int64 for name in names}
         return polars.DataFrame(rows, schema=schema, orient="row")
+
+
+def weigh(rows: Tensor | None) -> Counts:
+    """Messages, floats and bytes of a message for each row."""
+    return (0, 0, 0) if rows is None else (len(rows), rows.numel(), rows.numel() * rows.element_size())

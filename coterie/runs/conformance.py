@@ -142,6 +142,17 @@ def evaluation_leaves_no_trace(algorithm: Algorithm) -> None:
     assert torch.equal(often.personal, never.personal), "evaluation changes training"
 
 
+def leaping_equals_stepping(algorithm: Algorithm) -> None:
+    """Rounds taken at once give the bits and the ledger of rounds taken one by one."""
+    leapt = fit(federation(), algorithm, 5 * ROUNDS, evaluate_every=0)
+    with patch.object(type(algorithm), "leap", Algorithm.leap):
+        stepped = fit(federation(), algorithm, 5 * ROUNDS, evaluate_every=0)
+    assert torch.equal(leapt.personal, stepped.personal), "models differ"
+    assert leapt.state.equal(stepped.state), "the state differs"
+    ledgers = [list(run.fed.ledger.entries.items()) for run in (leapt, stepped)]
+    assert ledgers[0] == ledgers[1], "the ledger differs"
+
+
 def ledger_equals_declaration(algorithm: Algorithm) -> None:
     """Every phase sends what `traffic` declares: floats down and up per visit."""
     fed = federation()
@@ -198,6 +209,7 @@ CHECKS: tuple[Callable[[Algorithm], None], ...] = (
     a_client_that_answers_nan_is_left_out,
     inputs_are_not_changed,
     evaluation_leaves_no_trace,
+    leaping_equals_stepping,
     ledger_equals_declaration,
     documentation_names_its_source,
     settings_survive_a_file,
@@ -244,6 +256,9 @@ class _Watchful(Shard):
 
     def fresh(self, seed: int | None = None) -> _Watchful:
         return _Watchful(super().fresh(seed))
+
+    def together(self, batch: int) -> None:
+        """Every round is to be seen."""
 
     def run(self, call: Call, visits: Visits, *rest: Any, **named: Any) -> Answer:
         count = len(self.ids) if visits.at is None else len(visits.at)

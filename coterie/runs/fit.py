@@ -23,6 +23,7 @@ from coterie.runs.track import Tracker, tracker
 
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 0.05  # at most this share of the time goes into checkpoints
+LEAP = 1000  # rounds taken at once at most
 
 Watch = Callable[[int, int], None]
 
@@ -247,13 +248,15 @@ def _advance(
     """The rounds up to `until`."""
     rounds, every = plan["rounds"], plan["evaluate_every"]
     clock = _Clock(plan["checkpoint_every"])
-    for t in range(progress.round + 1, until + 1):
-        fed.enter_round(t, progress.state)
-        try:
-            progress.state = algorithm.round(fed, progress.state, t)
-        except NobodyAnswered:
-            progress.lost_rounds += 1
-        progress.round = t
+    while progress.round < until:
+        before = progress.round
+        _move(
+            fed, algorithm, progress, min(until, *(_next(before, n) for n in (every, clock.every, LEAP) if n))
+        )
+        t = progress.round
+        if watch is not None:
+            for unseen in range(before + 1, t):
+                watch(unseen, rounds)
         if t < rounds and every and t % every == 0:
             _score(fed, algorithm, progress, plan)
         if watch is not None:
@@ -262,6 +265,27 @@ def _advance(
         if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
             checkpoint.save(folder.checkpoints, fed, progress)
             clock.saved()
+
+
+def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
+    """One round, or rounds up to `until` at once as far as the algorithm can."""
+    t = progress.round + 1
+    if until > t:
+        progress.state, progress.round = algorithm.leap(fed, progress.state, progress.round, until)
+        if progress.round >= t:
+            fed.enter_round(progress.round, progress.state)
+            return
+    fed.enter_round(t, progress.state)
+    try:
+        progress.state = algorithm.round(fed, progress.state, t)
+    except NobodyAnswered:
+        progress.lost_rounds += 1
+    progress.round = t
+
+
+def _next(t: int, every: int) -> int:
+    """The first multiple of `every` after t."""
+    return (t // every + 1) * every
 
 
 def _finish(

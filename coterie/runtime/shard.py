@@ -27,6 +27,7 @@ from coterie.federation.compressors import Compressor
 from coterie.federation.parcels import Parcel, Sealer
 from coterie.models import span
 from coterie.models.base import Model
+from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
 
@@ -100,6 +101,7 @@ class Shard:
         self.store = Store(len(self.train))
         self.workers = 1  # stacks computed side by side
         self._statistics: Any = None
+        self._descent: Descent | None = None
 
     def fresh(self, seed: int | None = None) -> Shard:
         """The same clients with nothing kept; shares rows and statistics."""
@@ -139,6 +141,25 @@ class Shard:
         if at is None:
             return self._statistics
         return tuple(part[at] for part in self._statistics)
+
+    def descent(self, pace: Tensor) -> Descent | None:
+        """Steps of this size [n, 1] on all rows of everybody, where they have a closed form that is small enough."""
+        statistics = self.statistics(None)
+        if statistics is None or not Descent.pays(statistics[0]):
+            return None
+        if self._descent is None or not torch.equal(self._descent.pace, pace):
+            self._descent = Descent(statistics[0], statistics[1], pace)
+        return self._descent
+
+    def together(self, batch: int) -> Client | None:
+        """All clients as one stack that draws nothing, for rounds taken at once; None where they are no such stack."""
+        if self.loop or self.stack_size(batch) < len(self.train) or 0 < batch < self.train.largest:
+            return None
+        return Client(self, None, _no_draws, batch)
+
+    def settle(self, client: Client) -> None:
+        """Make what the clients of `together` keep lasting."""
+        self._commit(client, None, None)
 
     def run(
         self,
@@ -356,6 +377,10 @@ class Shard:
             for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
                 whole[slice(None) if place is None else place] = part
         return tuple(parts)
+
+
+def _no_draws() -> Tensor:
+    raise CoterieError("rounds that are taken at once draw nothing; take them one by one")
 
 
 @functools.lru_cache(maxsize=1)
