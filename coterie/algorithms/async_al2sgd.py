@@ -16,6 +16,7 @@ from coterie.federation.client import Client
 from coterie.federation.federation import Federation
 from coterie.federation.state import State
 from coterie.theory.coins import Coins
+from coterie.theory.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class AsyncAL2SGD(AsyncL2GD):
             return
         ids = None if len(replies) == fed.n else replies.ids
         clusters, weights = _rows(fed.known_clusters(), ids), _rows(s.weights, ids)
-        common, inside = self.means(replies.values, clusters, self.weights(s, clusters, ids))
+        common, inside = self.means(
+            replies.values, Groups(clusters, len(s.steps)), self.weights(s, clusters, ids)
+        )
         self.exchange(fed, inside)
         each = {"inside": inside[clusters], "weights": weights}
         fed.map(self.anchor, to=ids, each=each, common=common, link=HEADS)

@@ -15,6 +15,7 @@ from coterie.federation.federation import Federation
 from coterie.federation.ledger import Part, weigh
 from coterie.federation.state import State
 from coterie.theory.coins import Coins, count_rounds
+from coterie.theory.groups import Groups
 from coterie.theory.hierarchical import Penalty, group_sum
 
 PerCluster = float | tuple[float, ...]
@@ -126,7 +127,9 @@ class AsyncL2GD(Algorithm):
             return
         ids = None if len(replies) == fed.n else replies.ids
         clusters, pulls = _rows(fed.known_clusters(), ids), _rows(s.pulls, ids)
-        common, inside = self.means(replies.values, clusters, self.weights(s, clusters, ids))
+        common, inside = self.means(
+            replies.values, Groups(clusters, len(s.steps)), self.weights(s, clusters, ids)
+        )
         if to is None:
             self.exchange(fed, inside)
             each = {"inside": inside[clusters], "pulls": pulls[:, :2]}
@@ -148,6 +151,7 @@ class AsyncL2GD(Algorithm):
         descend, weights = client.descent(self.lr * s.rate), self.weights(s, clusters, None)
         own, far, near = self.shares(s.pulls)
         far, near = (one.new_zeros(k, 1).index_copy_(0, clusters, one) for one in (far, near))
+        groups = Groups(clusters, k)
         x, other = client.keep.model.clone(), torch.empty_like(client.keep.model)
         for t, tossed in enumerate(fed.coins("everyone", after + 1, until).tolist(), after + 1):
             if tossed >= self.p0:
@@ -155,9 +159,8 @@ class AsyncL2GD(Algorithm):
                 continue
             if alone:
                 x, other, alone = descend(x, alone, out=other), x, 0
-            common, inside = self.means(x, clusters, weights)
-            torch.index_select(self.aim(common, inside, far, near), 0, clusters, out=other)
-            x, other = torch.addcmul(other, own, x, out=other), x
+            common, inside = self.means(x, groups, weights)
+            x, other = groups.blend(self.aim(common, inside, far, near), own, x, out=other), x
             talks.append(t)
         if not all_finite([x]):
             return self.leap(fed, s, after, (after + until) // 2)
@@ -177,11 +180,9 @@ class AsyncL2GD(Algorithm):
         total = pull.sum().clamp_(min=torch.finfo(pull.dtype).tiny)
         return 1 / count.clamp_(min=1), (pull / total).squeeze(-1)
 
-    def means(
-        self, models: Tensor, clusters: Tensor, weights: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def means(self, models: Tensor, groups: Groups, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The common mean [d] and those of the clusters [k, d]."""
-        inside = group_sum(models, clusters, weights[0].shape[0]).mul_(weights[0])
+        inside = groups.sum(models).mul_(weights[0])
         return weights[1] @ inside, inside
 
     def exchange(self, fed: Federation, inside: Tensor) -> None:
