@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,13 +16,14 @@ from coterie.federation.client import Client
 from coterie.federation.federation import Federation
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
-from coterie.theory.hierarchical import Penalty, centres, lift, settle, times
+from coterie.theory.hierarchical import Penalty, centres, certainty, lift, pseudo_solve, settle, times
 from coterie.theory.variance_components import EFFECTS, Components, Sums, maximum_likelihood, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
 MOST_VARIANCES = 16  # parameters up to which each has a variance of its own unless asked otherwise
 ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
+MOST_NEWTON_STEPS = 50  # of a newcomer; less than ten are usual
 GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LAMBDAS = (0.1, 1.0, 10.0, 100.0)
 PAIRS = list(product(GAMMAS, LAMBDAS))
@@ -85,7 +87,8 @@ class Hierarchical(Algorithm):
             found = self.components(fed, sums, found if s.within.any() else None)
         a, b = sums.xx / found.noise, sums.xy / found.noise
         spread = found.between.expand(found.within.shape)
-        middle, common = centres(*lift(a, b, found.within[sums.clusters]), sums.clusters, spread)
+        h, g = lift(a, b, found.within[sums.clusters])
+        middle, common = centres(h, g, sums.clusters, spread)
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
         self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
         clusters = self.clusters(fed)
@@ -99,6 +102,7 @@ class Hierarchical(Algorithm):
             within=within,
             between=found.between.to(fed.dtype),
             noise=found.noise,
+            certainty=certainty(h, sums.clusters, spread).to(fed.dtype),
             done=settled and len(replies) == len(placed) == fed.n,
         )
 
@@ -159,10 +163,15 @@ class Hierarchical(Algorithm):
         """The client's model given its cluster's centre, by Newton steps that never raise its objective."""
         weight = _weight(client) / noise
         x = torch.where(spread > 0, client.keep.model, centre)
+
+        def objective(point: Tensor) -> Tensor:
+            away = torch.where(spread > 0, (point - centre).square() / spread.where(spread > 0, 1.0), 0.0)
+            return weight * client.loss(point) + 0.5 * away.sum(-1, keepdim=True)
+
         for _ in range(1 if client.model.has_statistics else 4):
             a, b, _ = _quadratic(client, x, weight)
             aim = settle(a, b, centre.double(), spread.double()).to(x.dtype)
-            x = aim if client.model.has_statistics else _downhill(client, x, aim, centre, spread, weight)
+            x = aim if client.model.has_statistics else _downhill(objective, x, aim)
         client.keep.model = x
 
     def judge(self, client: Client, aims: Tensor) -> Tensor:
@@ -185,6 +194,48 @@ class Hierarchical(Algorithm):
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.model
+
+    def adapt(self, fed: Federation, s: State, personal: Tensor, rounds: int) -> Tensor | None:
+        """Newcomers: the posterior mean (mode, for classes) given the variances and all that others sent.
+
+        A newcomer's t varies by s_j^2 around w_j, which is itself known only so far: its prior is normal around the
+        estimated centre with precision Q = lift(certainty of w_j, s_j^2). It joins the cluster under which its rows
+        are most likely. None with the gradient solver, which estimates no variances.
+        """
+        if "certainty" not in s or not self.newton(fed):
+            return None
+        fed, (k, d), found = fed.fresh(), s.centres.shape, []
+        prior, _ = lift(s.certainty.double(), torch.zeros(k, d, dtype=torch.float64), s.within.double())
+        nothing_known = torch.cat([s.x, s.x.new_full((1,), -torch.inf)]).expand(fed.n, -1)
+        for centre, q in zip(s.centres, prior.flatten(-2).to(fed.dtype), strict=True):
+            each = {"centre": centre.expand(fed.n, -1), "prior": q.expand(fed.n, -1)}
+            found.append(fed.map(self.join, each=each, noise=s.noise).put(nothing_known))
+        joined = torch.stack(found, 1)
+        return joined[torch.arange(fed.n), joined[..., -1].argmax(1), :-1]
+
+    def join(self, client: Client, centre: Tensor, prior: Tensor, noise: float) -> Tensor:
+        """The model given a normal prior, and the log-likelihood of the rows under it but for a constant.
+
+        n f(t)/sigma^2 + (t - w)'Q(t - w)/2 at its minimum, and half the log-determinant of I + Q^-1 A (Laplace).
+        """
+        weight, x, quadratic = _weight(client) / noise, centre, client.model.has_statistics
+        q, middle = prior.unflatten(-1, (centre.shape[-1], -1)).double(), centre.double()
+
+        def objective(point: Tensor) -> Tensor:
+            away = point.double() - middle
+            return weight * client.loss(point) + 0.5 * (away * times(q, away)).sum(-1, keepdim=True).to(
+                x.dtype
+            )
+
+        for _ in range(1 if quadratic else MOST_NEWTON_STEPS):
+            a, b, _ = _quadratic(client, x, weight)
+            aim = (middle + pseudo_solve(a + q, b - times(a, middle))).to(x.dtype)
+            before, x = x, aim if quadratic else _downhill(objective, x, aim)
+            if torch.equal(x, before):
+                break
+        a, _, _ = _quadratic(client, x, weight)
+        volume = _log_volume(a + q) - _log_volume(q)
+        return torch.cat([x, -objective(x) - 0.5 * volume.to(x.dtype)], -1)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between}
@@ -256,15 +307,8 @@ def _quadratic(client: Client, x: Tensor, weight: Tensor | float) -> tuple[Tenso
     return a * (scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale), b * scale, c * scale
 
 
-def _downhill(
-    client: Client, x: Tensor, aim: Tensor, centre: Tensor, spread: Tensor, weight: Tensor | float
-) -> Tensor:
-    """From x towards aim, halving the way until the client's objective does not rise."""
-
-    def objective(point: Tensor) -> Tensor:
-        away = torch.where(spread > 0, (point - centre).square() / spread.where(spread > 0, 1.0), 0.0)
-        return weight * client.loss(point) + 0.5 * away.sum(-1, keepdim=True)
-
+def _downhill(objective: Callable[[Tensor], Tensor], x: Tensor, aim: Tensor) -> Tensor:
+    """From x towards aim, halving the way until the objective does not rise."""
     before, share = objective(x), torch.ones_like(x[..., :1])
     for _ in range(8):
         worse = objective(x + share * (aim - x)) > before + 1e-12 * before.abs()
@@ -272,6 +316,13 @@ def _downhill(
             break
         share = torch.where(worse, 0.5 * share, share)
     return x + share * (aim - x)
+
+
+def _log_volume(a: Tensor) -> Tensor:
+    """log det A of symmetric A >= 0, [..., 1]; what rounding makes of zeros counts as the smallest that it tells."""
+    values = torch.linalg.eigvalsh(a)
+    least = a.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
+    return values.clamp(min=least.clamp(min=torch.finfo(values.dtype).tiny)).log().sum(-1, keepdim=True)
 
 
 def _rounded(found: Components) -> Components:

@@ -1,10 +1,11 @@
 """Models for clients that were not in training, from what the others left behind; nobody else trains again.
 
-A method may say itself how (`adapt(fed, state, personal, rounds) -> models [k, d]`, `fed` holding the newcomers only).
-Otherwise the server's state when models were deployed decides:
+A method may say itself how (`adapt(fed, state, personal, rounds) -> models [k, d]`, `fed` holding the newcomers only):
+hierarchical models take the posterior mean. Where it does not, or returns None, the server's state when models were
+deployed decides:
 
 - weights between clients (CoBo): the newcomer finds its own by the alignment of gradients;
-- a model per cluster (IFCA, threshold clustering, oracle, hierarchical): the nearest cluster, by training loss;
+- a model per cluster (IFCA, threshold clustering, oracle): the nearest cluster, by training loss;
 - a shared model: the newcomer takes part in rounds in which the server's state stands still, then deploys.
 
 Where that gives a model which is not yet personal, it is fine-tuned at home, as long as validation rows say.
@@ -136,8 +137,9 @@ def personal_models(
 ) -> tuple[Tensor, list[str]]:
     """Models [k, d] of the clients of `fed`, and in words how they were found."""
     own = getattr(algorithm, "adapt", None)
-    if own is not None:
-        return own(fed, state, personal, rounds), ["by the method's own rule"] * fed.n
+    models = None if own is None else own(fed, state, personal, rounds)
+    if models is not None:
+        return models, [f"by the rule of {algorithm.name}"] * fed.n
     lr = _step_size(algorithm, state)
     if "weights" in state and state.weights.shape == (len(personal), len(personal)):
         return _collaborating(fed, state, personal, common, lr)

@@ -152,6 +152,18 @@ def centres(h: Tensor, g: Tensor, clusters: Tensor, between: Tensor) -> tuple[Te
     return settle(h, g, common, between), common
 
 
+def certainty(h: Tensor, clusters: Tensor, between: Tensor) -> Tensor:
+    """Inverse covariances [k, d, d] of the cluster centres given all rows, from the H of the clients' `lift`.
+
+    The clients of a cluster tell of its centre, and the other clusters as far as the common centre ties it to them.
+    """
+    h = group_sum(h, clusters, len(between))
+    nothing = torch.zeros_like(h[..., 0])
+    about_common, _ = lift(h, nothing, between)
+    from_others, _ = lift(about_common.sum(0) - about_common, nothing, between)
+    return h + from_others
+
+
 def minimise(a: Tensor, b: Tensor, clusters: Tensor, within: Tensor, between: Tensor) -> Hierarchy:
     """The minimiser for losses 1/2 t'At - b't, by block elimination: n + k + 1 systems of size d.
 

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize
+from scipy.stats import multivariate_normal
 from torch import nn
 
 from coterie import Federation, fit, models
@@ -204,3 +206,129 @@ def test_everybody_in_one_cluster_needs_no_clusters(kind):
     assert known.fed.ledger.total("bytes_up", link="cluster-server") > 0
     assert set(one.ledger["link"]) == {"client-server"}
     assert one.fed.ledger.total("bytes_up") < known.fed.ledger.total("bytes_up")
+
+
+def newcomer(kind, rows, seed):
+    """Rows of a client that was not in training, whose model is its own."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, D))
+    z = x @ (TRUTH[0] + 0.5 * rng.normal(size=D))
+    if kind == "linear":
+        return x, z + 0.5 * rng.normal(size=rows)
+    return x, (z + rng.logistic(size=rows) > 0).astype(int)
+
+
+def joint(s, xs, ys, clusters):
+    """Precision and right-hand side of all unknowns at once: models t_i, then centres w_j, then the common w."""
+    n, k = len(xs), len(s.centres)
+    precision, right = np.zeros((n + k + 1, D, n + k + 1, D)), np.zeros((n + k + 1, D))
+
+    def tie(one, other, inverse):
+        for a, b in ((one, one), (other, other)):
+            precision[a, :, b] += np.diag(inverse)
+        for a, b in ((one, other), (other, one)):
+            precision[a, :, b] -= np.diag(inverse)
+
+    for i, (x, y, j) in enumerate(zip(xs, ys, clusters, strict=True)):
+        precision[i, :, i] += x.T @ x / s.noise
+        right[i] = x.T @ y / s.noise
+        tie(i, n + j, 1 / s.within[j].numpy())
+    for j in range(k):
+        tie(n + j, n + k, 1 / s.between.numpy())
+    size = (n + k + 1) * D
+    return precision.reshape(size, size), right.reshape(size)
+
+
+def given(s, clusters):
+    """Positive variances, so that precisions exist, and the centres and their certainty that belong to them."""
+    s = s.replace(within=s.within + 0.05, between=s.between + 0.1)
+    sums = sums_of()
+    h, g = exact.lift(sums.xx / s.noise, sums.xy / s.noise, s.within[clusters])
+    between = s.between.expand(s.within.shape)
+    middle, common = exact.centres(h, g, clusters, between)
+    return s.replace(x=common, centres=middle, certainty=exact.certainty(h, clusters, between))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("rows", [1, 2, 12])
+def test_a_newcomer_gets_what_training_everybody_again_would_give(rows, reduction):
+    """With the variances as they are, all normal: the posterior mean of its model given the rows of all."""
+    model, method = models.linear(reduction=reduction), make("hierarchical", grouping="one")
+    s = fit(world(model=model, clusters=None), method, rounds=1).state
+    s = given(s, torch.zeros(N, dtype=torch.long))
+    x, y = newcomer("linear", rows, seed=3)
+    found = method.adapt(Federation.from_arrays([x], [y], model), s, torch.zeros(N, D), 1)[0]
+    precision, right = joint(s, [*XS, x], [*TARGETS["linear"], y], [0] * (N + 1))
+    everything = np.linalg.lstsq(precision, right, rcond=None)[0].reshape(-1, D)
+    assert np.abs(found.numpy() - everything[N]).max() < 1e-9
+    taken_as_known = exact.settle(
+        torch.from_numpy(x.T @ x) / s.noise,
+        torch.from_numpy(x.T @ y) / s.noise,
+        s.centres[0],
+        s.within[0],
+    )
+    assert (found - taken_as_known).abs().max() > 1e-3, "that the centre is estimated counts"
+
+
+def test_certainty_of_an_estimated_centre_is_that_of_the_run():
+    """As fitted, zero variances and all: one cluster's is the sum of what its clients say."""
+    s = fit(world(clusters=None), make("hierarchical", grouping="one"), rounds=1).state
+    sums = sums_of()
+    h, _ = exact.lift(sums.xx / s.noise, sums.xy / s.noise, s.within[[0] * N])
+    assert (s.certainty[0] - h.sum(0)).abs().max() < 1e-9 * h.sum(0).abs().max()
+
+
+def test_a_newcomer_joins_the_cluster_under_which_its_rows_are_likeliest():
+    """Against the density of the rows, N(Xw_j, X(S_j + V_j)X' + sigma^2 I), V_j from everybody's joint precision."""
+    method, labels = make("hierarchical"), torch.tensor(CLUSTERS)
+    s = fit(world(), method, rounds=1).state
+    s = given(s.replace(within=s.within * torch.tensor([[1.0], [0.2], [3.0], [1.5]])), labels)
+    precision, right = joint(s, XS, TARGETS["linear"], CLUSTERS)
+    spread = np.linalg.inv(precision).reshape(N + K + 1, D, N + K + 1, D)
+    middle = np.linalg.solve(precision, right).reshape(-1, D)[N : N + K]
+    assert np.abs(s.centres.numpy() - middle).max() < 1e-9
+    prior = exact.lift(s.certainty, torch.zeros(K, D, dtype=torch.float64), s.within)[0].flatten(1)
+    taken = set()
+    for seed in range(12):
+        x, y = newcomer("linear", 6, seed)
+        fed = Federation.from_arrays([x], [y], models.linear())
+        density, each = [], []
+        for k in range(K):
+            around = np.diag(s.within[k].numpy()) + spread[N + k, :, N + k]
+            rows = multivariate_normal(x @ middle[k], x @ around @ x.T + s.noise * np.eye(6))
+            density.append(rows.logpdf(y))
+            sent = {"centre": s.centres[[k]], "prior": prior[[k]]}
+            each.append(fed.fresh().map(method.join, each=sent, noise=s.noise).values[0])
+        likely = torch.stack(each)[:, -1].numpy()
+        assert np.abs((likely - likely[0]) - (np.array(density) - density[0])).max() < 1e-8
+        best = int(np.argmax(density))
+        found = method.adapt(fed, s, torch.zeros(N, D), 1)[0]
+        assert torch.equal(found, each[best][:-1])
+        everything = np.linalg.solve(*joint(s, [*XS, x], [*TARGETS["linear"], y], [*CLUSTERS, best]))
+        assert np.abs(found.numpy() - everything.reshape(-1, D)[N]).max() < 1e-8
+        taken.add(best)
+    assert len(taken) > 1
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_newcomer_with_classes_gets_the_posterior_mode(reduction):
+    """Against a minimiser that knows nothing of Newton's steps."""
+    model, method = models.logistic(reduction=reduction), make("hierarchical", grouping="one")
+    s = fit(world("logistic", model=model, clusters=None), method, rounds=8).state
+    x, y = newcomer("logistic", 9, seed=1)
+    w = s.centres[0].numpy()
+    q = np.linalg.inv(np.diag(s.within[0].numpy()) + np.linalg.inv(s.certainty[0].numpy()))
+
+    def objective(t):
+        return np.logaddexp(0, -(2 * y - 1) * (x @ t)).sum() + 0.5 * (t - w) @ q @ (t - w)
+
+    found = method.adapt(Federation.from_arrays([x], [y], model), s, torch.zeros(N, D), 8)[0].numpy()
+    best = minimize(objective, w, method="BFGS", options={"gtol": 1e-8})
+    assert np.abs(found - best.x).max() < 1e-6 and objective(found) <= best.fun + 1e-12
+
+
+def test_a_newcomer_of_the_gradient_solver_is_left_to_the_usual_rule():
+    method = make("hierarchical", solver="gradient", choose="given")
+    s = fit(world(), method, rounds=2).state
+    fed = Federation.from_arrays([XS[0]], [TARGETS["linear"][0]], models.linear())
+    assert method.adapt(fed, s, torch.zeros(N, D), 2) is None

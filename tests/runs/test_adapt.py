@@ -179,14 +179,15 @@ def test_a_method_may_have_a_rule_of_its_own(trained: dict[str, Path]) -> None:
     assert torch.equal(models, torch.ones(1, 5))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fine-tuned", "ditto", "cobo"])
+@pytest.mark.parametrize("method", ["fedavg", "fine-tuned", "ditto", "cobo", "hierarchical"])
 def test_hospitals_held_out(method: str, tmp_path: Path) -> None:
     """A hospital with 12 training rows joins the three others: better served than by the common model or alone."""
     losses: dict[str, list[float]] = {"adapted": [], "common": [], "alone": []}
     for hospital in HOSPITALS:
         others, own = heart(hospital)
         fed = coterie.Federation.from_table(others, "hospital", "sick")
-        coterie.fit(fed, make(method), rounds=40, out=tmp_path / hospital)
+        settings = {"grouping": "one"} if method == "hierarchical" else {}
+        coterie.fit(fed, make(method, **settings), rounds=40, out=tmp_path / hospital)
         for seed in range(2):
             mixed = own.sample(own.height, shuffle=True, seed=seed)
             found = adapt(tmp_path / hospital, mixed[:20])
