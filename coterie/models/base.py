@@ -7,6 +7,7 @@ The weights carry the reduction: 1/B each for a mean, 1 each for a sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -81,6 +82,16 @@ class Model:
     def measure(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:
         """Loss without the regulariser and the main metric, each [..., 1], under weights that sum to one."""
         return from_scores(self.task, self.scores(w, x), y, weight)
+
+    def takes_turns(self, w: Tensor, shape: tuple[int, ...]) -> bool:
+        """Whether a stack `w` [k, d] with rows [B, ...] of this shape is best trained by turns, with `descend`."""
+        return False
+
+    def descend(
+        self, w: Tensor, batches: Iterable[Any], lr: float, pull: float = 0.0, towards: Tensor | None = None
+    ) -> Tensor:
+        """`w` [d] after a step w <- w - lr (grad(w) + pull (w - towards)) on each of these batches."""
+        raise NotImplementedError
 
     def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Largest curvature of `loss`, [..., 1]: a bound for convex models, an estimate at `w` otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from coterie.data.rows import Batch
 from coterie.errors import DataError, SettingError
 from coterie.federation import randomness
 from coterie.models.accelerate import PRECISIONS, computing_in
@@ -125,6 +126,32 @@ class Network(Model):
         gradient = self._ways.gradient(w, x, y, weight.to(w.dtype))
         return gradient.add_(w, alpha=self.l2) if self.l2 else gradient
 
+    def takes_turns(self, w: Tensor, shape: tuple[int, ...]) -> bool:
+        return w.device.type == "cpu" and not self.compiled and self._ways.takes_turns(w, shape)
+
+    def descend(
+        self, w: Tensor, batches: Iterable[Batch], lr: float, pull: float = 0.0, towards: Tensor | None = None
+    ) -> Tensor:
+        """Every parameter is moved in its place, so that a step reads and writes no more than it must."""
+        w = w.clone()
+        leaves = [part.detach().requires_grad_() for part in self.skeleton.parts(w)]
+        middle = self.skeleton.parts(towards) if towards is not None and pull else None
+        for batch in batches:
+            with torch.enable_grad():
+                with computing_in(self.precision, w.device):
+                    output = self.skeleton.applied(leaves, batch.x)
+                scores = _as_columns(output.to(w.dtype))
+                value = (self._losses(scores, batch.y) * batch.weight.to(w.dtype)).sum()
+            slopes = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+            with torch.no_grad():
+                for k, (leaf, slope) in enumerate(zip(leaves, slopes, strict=True)):
+                    if self.l2:
+                        slope = slope + self.l2 * leaf
+                    if middle is not None:
+                        slope = slope + pull * (leaf - middle[k])
+                    leaf.sub_(slope, alpha=lr)
+        return w
+
     def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return self._ways.product(w, x, y, weight.to(w.dtype), v) + self.l2 * v
 
@@ -189,8 +216,7 @@ class Network(Model):
     def _row_scores(self, w: Tensor, x: Tensor, unrolled: bool = False) -> Tensor:
         with computing_in(self.precision, w.device):
             output = self.skeleton(w, x if self.tokens else x.to(w.dtype), unrolled)
-        output = output.to(w.dtype)
-        return output.unsqueeze(-1) if output.dim() == 1 else output
+        return _as_columns(output.to(w.dtype))
 
     def _row_losses(self, w: Tensor, x: Tensor, y: Tensor, unrolled: bool = False) -> Tensor:
         return self._losses(self._row_scores(w, x, unrolled), y)
@@ -239,6 +265,11 @@ class Network(Model):
         assert self.features is not None
         dtype = torch.int64 if self.tokens else torch.float32
         return self.skeleton.saved_bytes(torch.zeros(2, *self.features, dtype=dtype), torch.float32)
+
+
+def _as_columns(output: Tensor) -> Tensor:
+    """Outputs [B, outputs], also where a module gives one number per row."""
+    return output.unsqueeze(-1) if output.dim() == 1 else output
 
 
 def network(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,30 @@ class Skeleton:
         self.start = torch.cat([p.detach().reshape(-1).to(torch.float64) for p in trainable.values()])
         self._constants: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         self._unrolls = bool(getattr(module, "can_unroll", False))
+        self._images = any(isinstance(part, nn.Conv2d) for part in module.modules())
 
     def __call__(self, w: Tensor, x: Tensor, unrolled: bool = False) -> Tensor:
         """Output for rows `x`; `unrolled` asks modules that can for operations that stack well."""
-        parts = zip(self.names, w.split(self.sizes), self.shapes, strict=True)
-        values = {name: part.view(shape) for name, part, shape in parts}
+        return self.applied(self.parts(w), x, unrolled)
+
+    def parts(self, w: Tensor) -> list[Tensor]:
+        """The trainable parameters, which share the memory of `w`."""
+        return [part.view(shape) for part, shape in zip(w.split(self.sizes), self.shapes, strict=True)]
+
+    def applied(self, parts: Sequence[Tensor], x: Tensor, unrolled: bool = False) -> Tensor:
+        """The same with the trainable parameters one by one."""
+        if self._images and not unrolled and parts[0].device.type == "cpu":
+            try:
+                return self._applied([_channels_last(part) for part in parts], x)
+            except RuntimeError:  # a module that asks for its own order of memory, with .view
+                self._images = False
+        return self._applied(parts, x, unrolled)
+
+    def _applied(self, parts: Sequence[Tensor], x: Tensor, unrolled: bool = False) -> Tensor:
+        values = dict(zip(self.names, parts, strict=True))
         options = {"unrolled": True} if unrolled and self._unrolls else {}
-        inputs = x.to(w.dtype) if x.is_floating_point() else x
-        return functional_call(self.module, {**values, **self.constants(w)}, (inputs,), options)
+        inputs = x.to(parts[0].dtype) if x.is_floating_point() else x
+        return functional_call(self.module, {**values, **self.constants(parts[0])}, (inputs,), options)
 
     @functools.cached_property
     def layers(self) -> list[nn.Module] | None:
@@ -110,6 +126,11 @@ class Skeleton:
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 yield name, parameter
+
+
+def _channels_last(part: Tensor) -> Tensor:
+    """Weights of a convolution in the order in which a processor convolves and pools fastest, others as they are."""
+    return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
 
 
 def _unnested(module: nn.Module) -> Iterator[nn.Module]:

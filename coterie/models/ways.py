@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,12 @@ class Ways:
         """Gradients of one client after the other."""
         return torch.stack([self._one_gradient(*client) for client in zip(w, *rows, strict=True)])
 
+    def takes_turns(self, w: Tensor, shape: tuple[int, ...]) -> bool:
+        """Whether gradients of this stack on rows [B, ...] of this shape are known to be taken one after the other."""
+        if self.stacked == "auto":
+            return self.decisions.get(_key("grad", w, shape)) == "looped" and shape[0] <= self.row_limit(w)
+        return not self.stacked and shape[0] <= self.row_limit(w)
+
     def row_limit(self, w: Tensor) -> int:
         """Rows whose activations fit in memory together."""
         on_gpu = w.device.type == "cuda"
@@ -149,9 +155,7 @@ class Ways:
         ways = {**ways, "stacked": functools.partial(self._in_stacks, ways["stacked"])}
         if self.stacked != "auto":
             ways = {way: ways[way] for way in ways if (way == "stacked") == self.stacked}
-        scale = f"2^{w.shape[0].bit_length()} clients 2^{rows[0].shape[1].bit_length()} rows"
-        kind = "shared" if w.stride(0) == 0 else "own"
-        key = f"{name} {kind} {scale} {tuple(rows[0].shape[2:])} {w.dtype} {w.device.type}"
+        key = _key(name, w, rows[0].shape[1:], shared=w.stride(0) == 0)
         choice = next(iter(ways)) if len(ways) == 1 else self.decisions.get(key)
         if choice in ways:
             return ways[choice](w, *rows)
@@ -169,6 +173,13 @@ class Ways:
         limit, count = self.row_limit(w), rows[0].shape[axis]
         for first in range(0, count, limit):
             yield tuple(part.narrow(axis, first, min(limit, count - first)) for part in rows)
+
+
+def _key(name: str, w: Tensor, shape: Sequence[int], shared: bool = False) -> str:
+    """What a choice depends on: `w` is a stack, `shape` that of the rows of one client."""
+    scale = f"2^{w.shape[0].bit_length()} clients 2^{shape[0].bit_length()} rows"
+    kind = "shared" if shared else "own"
+    return f"{name} {kind} {scale} {tuple(shape[1:])} {w.dtype} {w.device.type}"
 
 
 def _sum(parts: Iterator[Tensor]) -> Tensor:

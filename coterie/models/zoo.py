@@ -217,7 +217,7 @@ class ChannelAxis(nn.Module):
     """Gives images [B, height, width] a channel axis."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1) if x.dim() == 3 else x
+        return x.unsqueeze(-1).movedim(-1, 1) if x.dim() == 3 else x  # with the strides of channels last
 
 
 class GlobalMax(nn.Module):
