@@ -173,7 +173,7 @@ def install(arguments: argparse.Namespace) -> int:
 def scaling(arguments: argparse.Namespace) -> int:
     from benchmarks.scaling import curves
 
-    curves(arguments.out, arguments.most_clients, min(arguments.repeats, 3))
+    curves(arguments.out, arguments.most_clients, min(arguments.repeats, 3), arguments.only)
     return 0
 
 
@@ -183,7 +183,11 @@ def main() -> int:
     )
     commands = {"run": run, "check": check, "install": install, "scaling": scaling}
     parser.add_argument("command", nargs="?", default="run", choices=commands)
-    parser.add_argument("--only", type=lambda text: text.split(","), help="workloads, such as W1,W2")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        help="workloads, such as W1,W2; scaling: curves, such as clients,sampled",
+    )
     parser.add_argument(
         "--peers", type=lambda text: text.split(","), help=f"some of {','.join(p.name for p in ALL)}"
     )
