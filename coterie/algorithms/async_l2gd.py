@@ -149,9 +149,8 @@ class AsyncL2GD(Algorithm):
         if alone < int(owed.max()):
             return s, after
         descend, weights = client.descent(self.lr * s.rate), self.weights(s, clusters, None)
-        own, far, near = self.shares(s.pulls)
-        far, near = (one.new_zeros(k, 1).index_copy_(0, clusters, one) for one in (far, near))
-        groups = Groups(clusters, k)
+        groups, pulls = Groups(clusters, k), s.pulls.new_zeros(k, 3).index_copy_(0, clusters, s.pulls)
+        own, far, near = self.shares(pulls)
         x, other = client.keep.model.clone(), torch.empty_like(client.keep.model)
         for t, tossed in enumerate(fed.coins("everyone", after + 1, until).tolist(), after + 1):
             if tossed >= self.p0:

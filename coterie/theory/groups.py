@@ -7,25 +7,26 @@ from torch import Tensor
 
 
 class Groups:
-    """Rows [n, ...] by group `of` [n]. Groups of one size that stand side by side are a view, without an index."""
+    """Rows [n, d] by group `of` [n]. Groups of one size that stand side by side are a view, without an index."""
 
     def __init__(self, of: Tensor, count: int) -> None:
         size = max(1, len(of) // max(1, count))
         ordered = torch.arange(len(of), device=of.device) // size
         self.of, self.count = of, count
-        self.shape = (count, size) if len(of) == count * size and torch.equal(of, ordered) else None
+        self.shape = (count, size, -1) if len(of) == count * size and torch.equal(of, ordered) else None
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums by group, [count, d]."""
         if self.shape is None:
             return values.new_zeros((self.count, *values.shape[1:])).index_add_(0, self.of, values)
-        return values.reshape(*self.shape, -1).sum(1)
+        return values.reshape(self.shape).sum(1)
 
     def blend(self, groups: Tensor, own: Tensor, values: Tensor, out: Tensor) -> Tensor:
-        """groups[of] + own * values into `out`, for groups [count, d], own [n, 1] and values [n, d]."""
+        """groups[of] + own[of] * values into `out`, for groups [count, d], own [count, 1] and values [n, d]."""
         if self.shape is None:
             torch.index_select(groups, 0, self.of, out=out)
-            return torch.addcmul(out, own, values, out=out)
-        own, values, into = (part.view(*self.shape, -1) for part in (own, values, out))
-        torch.addcmul(groups.unsqueeze(1), own, values, out=into)
+            return torch.addcmul(out, own[self.of], values, out=out)
+        torch.addcmul(
+            groups.unsqueeze(1), own.unsqueeze(1), values.view(self.shape), out=out.view(self.shape)
+        )
         return out
