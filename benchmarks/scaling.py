@@ -161,7 +161,7 @@ LINES = (
 
 
 def _panel(curve: dict[str, Any], width: int, height: int) -> str:
-    left, right, top, bottom = 60, width - 20, 60, height - 45
+    left, right, top, bottom = 60, width - 40, 60, height - 45
     points, axis = curve["points"], curve["axis"]
     xs = [math.log10(p[axis]) for p in points]
     lines = [[math.log10(p[key] * scale) for p in points] for key, scale, *_ in LINES]
@@ -174,7 +174,7 @@ def _panel(curve: dict[str, Any], width: int, height: int) -> str:
     grown = f"{curve['exponent']:.2f} (processor {curve['exponent_cpu']:.2f})"
     parts = [_text((left + right) / 2, 18, f"{curve['title']}: time ~ n^{grown}", "middle")]
     for k, (_, _, label, colour, _) in enumerate(LINES):
-        parts.append(_text(left + 135 * k, 40, label, "start", colour))
+        parts.append(_text(left + (0, 75, 215)[k], 40, label, "start", colour))
     for power in range(low, high + 1):
         y = place(min(xs), power)[1]
         parts.append(
@@ -184,7 +184,7 @@ def _panel(curve: dict[str, Any], width: int, height: int) -> str:
         x = place(power, low)[0]
         parts.append(f'<path d="M{x:.1f} {top}V{bottom}" stroke="#eee"/>')
         parts.append(_text(x, bottom + 18, _power(power), "middle"))
-    parts.append(_text((left + right) / 2, bottom + 36, axis, "middle"))
+    parts.append(_text((left + right) / 2, bottom + 36, curve["title"].split(",")[0], "middle"))
     for ys, (_, _, _, colour, dash) in zip(lines, LINES, strict=True):
         places = [place(x, y) for x, y in zip(xs, ys, strict=True)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)

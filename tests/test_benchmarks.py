@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks.__main__ import RESULTS
 from benchmarks.environments import ALL
 from benchmarks.race import difference
-from benchmarks.scaling import slope
+from benchmarks.scaling import CURVES, plot, slope
 from benchmarks.workloads import WORKLOADS, as_module, describe, ragged
 from coterie import fit, models
 from coterie.algorithms import make
@@ -45,6 +49,15 @@ def test_difference_is_relative_and_nothing_in_common_is_no_equality() -> None:
 
 def test_exponent_of_a_power() -> None:
     assert slope([1, 10, 100], [3, 3 * 10**1.5, 3 * 100**1.5]) == pytest.approx(1.5)
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    """Every recorded curve is one that can be asked for, and the picture has a line for each of its quantities."""
+    recorded = json.loads((RESULTS / "scaling.json").read_text())
+    assert recorded.keys() == CURVES.keys()
+    plot(recorded, tmp_path / "scaling.svg")
+    lines = ElementTree.parse(tmp_path / "scaling.svg").iter("{http://www.w3.org/2000/svg}polyline")
+    assert len(list(lines)) == 3 * len(CURVES)
 
 
 def test_peers_have_drivers_pins_and_known_workloads() -> None:
