@@ -15,6 +15,7 @@ from torch.nn import functional
 from coterie.data.rows import Batch
 from coterie.errors import DataError, SettingError
 from coterie.federation import randomness
+from coterie.models import chain
 from coterie.models.accelerate import PRECISIONS, computing_in
 from coterie.models.base import Model, dot
 from coterie.models.checks import check_behaviour, check_module
@@ -242,6 +243,20 @@ class Network(Model):
         losses = self._losses(scores.to(w.dtype).flatten(0, 1), y.flatten())
         return (losses.view(weight.shape) * weight).sum()
 
+    def _written_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of `_chained` without a graph."""
+
+        def residuals(scores: Tensor) -> Tensor:
+            if self.task == "multiclass":
+                hit = y.long().unsqueeze(-2)
+                gap = torch.softmax(scores, -2)
+                gap.scatter_add_(-2, hit, gap.new_full((), -1.0).expand(hit.shape))
+            else:
+                gap = (torch.sigmoid(scores) if self.task == "binary" else scores) - y.unsqueeze(-2)
+            return gap.mul_(weight.unsqueeze(-2))
+
+        return chain.gradients(self.skeleton, w, x, residuals)
+
     def _exact(self) -> Network:
         """The same network at full precision, for what would drown in rounding."""
         return self if self.precision == "full" else replace(self, precision="full", compiled=False)
@@ -249,14 +264,16 @@ class Network(Model):
     @functools.cached_property
     def _ways(self) -> Ways:
         tolerance = ROUNDING[self.precision] if self.compiled else None
-        chain = isinstance(self.criterion, str) and not self.tokens and self.skeleton.layers is not None
+        chained = isinstance(self.criterion, str) and not self.tokens and self.skeleton.layers is not None
+        written = chained and chain.known(self.skeleton) and self.precision == "full" and not self.compiled
         return Ways(
             self._objective,
             lambda: self._bytes_per_row,
             self.stacked,
             tolerance,
             self.decisions,
-            self._chained if chain else None,
+            self._chained if chained else None,
+            self._written_gradient if written else None,
         )
 
     @functools.cached_property

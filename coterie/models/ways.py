@@ -31,7 +31,7 @@ class Ways:
 
     `stacked` is True, False or "auto"; `tolerance` turns on compiling, and is how far, relative to the gradient,
     compiled code may be off; `decisions` remembers what was measured; `summed` is the sum of the objectives of a stack,
-    where the module allows it without vmap.
+    where the module allows it without vmap, and `written` its gradient where it needs no graph.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class Ways:
         tolerance: float | None,
         decisions: dict[str, str],
         summed: Objective | None = None,
+        written: Callable[..., Tensor] | None = None,
     ) -> None:
+        self.written = written
         self.objective, self.bytes_per_row, self.summed = objective, bytes_per_row, summed
         self.stacked, self.tolerance, self.decisions = stacked, tolerance, decisions
         self.captured = Captured(self._whole_gradient)
@@ -121,6 +123,8 @@ class Ways:
         return _sum(self._mapped_gradient(w, *part) for part in self._pieces(w, rows, axis=1))
 
     def _mapped_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
+        if self.written is not None and w.device.type == "cpu":
+            return self.written(w, *rows)
         if self.tolerance is None and self.summed is None:
             return _mapped(functools.partial(grad(self.objective), unrolled=True), w, *rows)
         with torch.enable_grad():

@@ -36,7 +36,7 @@ CACHED_ELEMENTS = 1 << 20  # the same for minibatches in closed form: what stays
 GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in float32
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
-WORKERS_ELEMENTS = 1 << 18  # the same for workers, which are woken once in a call
+WORKERS_ELEMENTS = 1 << 20  # the same for workers, which are woken once in a call
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,27 @@ def test_shared_parameters_and_regression_without_bias() -> None:
     )
 
 
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Sigmoid(), nn.Tanh()])
+@pytest.mark.parametrize("loss", ["cross-entropy", "mse"])
+def test_one_output_and_an_activation_at_the_end(loss: str, last: nn.Module) -> None:
+    """Written out, the gradient is that of autograd for two classes and for numbers."""
+    x, y, weight = rows()
+    y = y.clamp(max=1) if loss == "cross-entropy" else x.sum((-2, -1))
+    body = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1), last)
+    model = models.network(body, loss=loss, stacked=True).fit_to(x.flatten(0, 1), y.flatten())
+    assert model._ways.written is not None
+    w = torch.randn(5, model.d, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(
+        model.grad(w, x, y, weight), model._ways.looped(w, x, y, weight), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_other_activations_go_through_autograd() -> None:
+    x, y, _ = rows()
+    model = models.mlp(activation="gelu", stacked=True).fit_to(x.flatten(0, 1), y.flatten())
+    assert model._ways.summed is not None and model._ways.written is None
+
+
 @pytest.mark.parametrize(
     "module",
     [
