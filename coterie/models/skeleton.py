@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,6 +26,7 @@ class Skeleton:
         self.d = sum(self.sizes)
         self.start = torch.cat([p.detach().reshape(-1).to(torch.float64) for p in trainable.values()])
         self._constants: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        self._copies: dict[int, nn.Module] = {}
         self._unrolls = bool(getattr(module, "can_unroll", False))
         self._images = any(isinstance(part, nn.Conv2d) for part in module.modules())
 
@@ -49,7 +51,14 @@ class Skeleton:
         values = dict(zip(self.names, parts, strict=True))
         options = {"unrolled": True} if unrolled and self._unrolls else {}
         inputs = x.to(parts[0].dtype) if x.is_floating_point() else x
-        return functional_call(self.module, {**values, **self.constants(parts[0])}, (inputs,), options)
+        return functional_call(self._mine(), {**values, **self.constants(parts[0])}, (inputs,), options)
+
+    def _mine(self) -> nn.Module:
+        """A copy of the module for each thread: a call with other parameters changes it for as long as it lasts."""
+        me = threading.get_ident()
+        if me not in self._copies:
+            self._copies[me] = copy.deepcopy(self.module)
+        return self._copies[me]
 
     @functools.cached_property
     def layers(self) -> list[nn.Module] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,3 +82,15 @@ def test_a_module_that_insists_on_its_order_of_memory() -> None:
     expected = skeleton.filled(w)(x)
     assert not skeleton._images, "weights with channels last were tried and are not tried again"
     assert all(torch.equal(one, expected) for one in found)
+
+
+def test_threads_do_not_meet_in_one_module() -> None:
+    """Many threads ask for outputs with parameters of their own at the same time."""
+    skeleton = Skeleton(nn.Sequential(*(nn.Linear(40, 40) for _ in range(6))))
+    x = torch.randn(64, 40)
+    stack = torch.randn(60, skeleton.d, generator=torch.Generator().manual_seed(0))
+    expected = [skeleton(w, x) for w in stack]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda w: skeleton(w, x), stack))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
