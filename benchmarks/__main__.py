@@ -101,30 +101,35 @@ def run(arguments: argparse.Namespace) -> int:
     """The whole table."""
     chosen = [peer for peer in ALL if arguments.peers is None or peer.name in arguments.peers]
     for peer in chosen:
-        if not peer.ready() and arguments.install:
+        if not peer.installed() and arguments.install:
             print(f"installing {peer.environment}", flush=True)
             peer.install()
     started, limit = time.time(), machine.limits()
     result: dict[str, Any] = {"machine": machine.description(), "workloads": {}, "missing": {}}
     for name in arguments.only or WORKLOADS:
-        peers = [peer for peer in chosen if name in peer.runs and peer.ready()]
+        peers = [peer for peer in chosen if name in peer.runs and peer.installed()]
         result["workloads"][name] = race(WORKLOADS[name], peers, arguments.repeats, arguments.seconds)
         limit = {key: _better(key, value, limit[key]) for key, value in machine.limits().items()}
     for peer in chosen:
-        if not peer.ready():
+        if not peer.installed():
             result["missing"][peer.name] = "its environment is not installed (python -m benchmarks --install)"
         elif peer.why_not:
             result["missing"][peer.name] = peer.why_not
     seconds = {
         name: work["peers"]["ours"].get("least", float("nan")) for name, work in result["workloads"].items()
     }
-    result |= {"limits": limit, "shares": machine.shares(limit, seconds), "took": time.time() - started}
     record = arguments.out / "speed.json"
-    if record.exists():  # workloads that were not run now keep their figures
-        before = json.loads(record.read_text())
+    before = json.loads(record.read_text()) if record.exists() else {}
+    if (
+        before.get("machine", {}).get("processor") == result["machine"]["processor"]
+    ):  # it may have been less busy
+        limit = {key: _better(key, value, before["limits"].get(key, value)) for key, value in limit.items()}
+    result |= {"limits": limit, "shares": machine.shares(limit, seconds), "took": time.time() - started}
+    if before:  # workloads that were not run now keep their figures
         workloads = {**before["workloads"], **result["workloads"]}
         result["workloads"] = {name: workloads[name] for name in sorted(workloads)}
         result["shares"] = {**before["shares"], **result["shares"]}
+        result["missing"] = {**before["missing"], **result["missing"]}
     text = markdown(result)
     print(text)
     if not arguments.dry:

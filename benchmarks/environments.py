@@ -24,6 +24,10 @@ class Peer:
     environment: str | None = None
     why_not: str = ""
     kind: str = "torch"
+    script: str = ""
+    """The driver's file, where it is not that of the name."""
+    ready: bool = False
+    """Whether minibatches are handed over ready-made, one gather each, instead of by a DataLoader."""
 
     @property
     def python(self) -> Path:
@@ -33,13 +37,13 @@ class Peer:
 
     @property
     def driver(self) -> Path:
-        return PEERS / f"{self.name}.py"
+        return PEERS / f"{self.script or self.name}.py"
 
     @property
     def pins(self) -> Path:
         return PEERS / f"{self.environment}.txt"
 
-    def ready(self) -> bool:
+    def installed(self) -> bool:
         """Whether the environment is there and has the versions that are written down."""
         if self.environment is None:
             return True
@@ -48,7 +52,7 @@ class Peer:
 
     def install(self) -> None:
         """Make the environment; uv where it is found, else pip. Nothing is resolved: all versions are written down."""
-        if self.ready() or self.environment is None:
+        if self.installed() or self.environment is None:
             return
         folder = BENCH / self.environment
         uv = os.environ.get("UV") or shutil.which("uv")
@@ -71,9 +75,20 @@ def _run(*command: str) -> None:
 
 OURS = Peer("ours", "Coterie", ("W1", "W2", "W3", "W4", "W5", "W6"))
 ALL = (
-    Peer("loop", "plain PyTorch loop", ("W1", "W2", "W3", "W4", "W5", "W6")),
+    Peer(
+        "loop", "plain PyTorch loop, ready-made minibatches", ("W1", "W2", "W3", "W4", "W5", "W6"), ready=True
+    ),
+    Peer("loader", "plain PyTorch loop with a DataLoader", ("W1", "W2", "W3", "W4"), script="loop"),
     Peer(
         "fedlab", "FedLab", ("W1", "W2", "W3"), "fedlab", "its Ditto does not start: it calls the module tqdm"
+    ),
+    Peer(
+        "fedlab-ready",
+        "FedLab, ready-made minibatches",
+        ("W1", "W2", "W3"),
+        "fedlab",
+        script="fedlab",
+        ready=True,
     ),
     Peer("pfl", "pfl", ("W1", "W2", "W3"), "pfl", "it has no Ditto"),
     Peer("fluke", "fluke", ("W1", "W2", "W3", "W4"), "fluke"),

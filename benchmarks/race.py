@@ -29,9 +29,10 @@ class Driver:
         self.peer = peer
         self.log = tempfile.TemporaryFile("w+")
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")},
             "BENCH_STARTED": str(time.time()),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{PEERS / 'shared'}",
+            **({"BENCH_READY": "1"} if peer.ready else {}),
         }
         self.process = subprocess.Popen(
             [str(peer.python), "-P", str(peer.driver), str(file)],

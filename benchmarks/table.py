@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.environments import BY_NAME
+from benchmarks.environments import BY_NAME, Peer
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -19,7 +19,14 @@ def markdown(result: dict[str, Any]) -> str:
     for name, work in result["workloads"].items():
         for peer, line in work["peers"].items():
             lines.append(_line(name if peer == "ours" else "", BY_NAME[peer].title, line))
-    lines += ["", *(_about(name, work) for name, work in result["workloads"].items())]
+    lines += [
+        "",
+        "Libraries get the rows through their own loaders: FedLab and Flower through torch's DataLoader, as in their "
+        'examples, fluke, pfl and FedJAX through classes of their own. "Ready-made minibatches" are handed over by one '
+        "gather each, the strictest comparison.",
+        "",
+        *(_about(name, work) for name, work in result["workloads"].items()),
+    ]
     limit = result["limits"]
     lines += [
         "",
@@ -33,7 +40,28 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _about(name: str, work: dict[str, Any]) -> str:
-    return f"- {name}: {work['title']} ({work['date']}, load {work['load']:.1f})."
+    """What was run, and how many times ours the fastest of each kind takes."""
+    found = [
+        (BY_NAME[peer], line["ratio"])
+        for peer, line in work["peers"].items()
+        if peer != "ours" and "failed" not in line
+    ]
+    kinds = {
+        "PyTorch library": [
+            ratio for peer, ratio in found if peer.environment and _torch(peer) and not peer.ready
+        ],
+        "PyTorch with ready-made minibatches": [
+            ratio for peer, ratio in found if _torch(peer) and peer.ready
+        ],
+        "JAX": [ratio for peer, ratio in found if not _torch(peer)],
+    }
+    fastest = [f"{kind} {min(ratios):.1f}" for kind, ratios in kinds.items() if ratios]
+    text = f"- {name}: {work['title']} ({work['date']}, load {work['load']:.1f})."
+    return text + (f" The fastest, times ours: {', '.join(fastest)}." if fastest else "")
+
+
+def _torch(peer: Peer) -> bool:
+    return peer.kind == "torch"
 
 
 def _line(name: str, title: str, line: dict[str, Any]) -> str:

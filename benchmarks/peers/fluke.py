@@ -27,7 +27,7 @@ def prepare(problem: Problem) -> Run:
     FlukeENV().set_inmemory(True)
 
     class Loader(FastDataLoader):
-        """Gives the draws of the round; for Ditto those of the shared model, then those of the personal one."""
+        """Its own loader over the draws of the round; for Ditto those of the shared model, then the personal one's."""
 
         client = 0
         now = 0
@@ -36,7 +36,10 @@ def prepare(problem: Problem) -> Run:
         def __iter__(self) -> Any:
             every = (slice(1, None, 2), slice(0, None, 2))[self.times % 2] if ditto else slice(None)
             self.times += 1
-            return rows.batches(Loader.now, self.client, every)
+            drawn = rows.draws[Loader.now, rows.place[Loader.now][self.client]][every].flatten()
+            x, y = rows.of[self.client]
+            self.tensors, self.size = (x[drawn], y[drawn]), len(drawn)
+            return super().__iter__()
 
         def __len__(self) -> int:
             return problem.steps

