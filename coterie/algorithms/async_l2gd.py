@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
 from coterie.errors import SettingError
+from coterie.federation import leaps
 from coterie.federation.client import Client, all_finite
 from coterie.federation.federation import Federation
 from coterie.federation.ledger import Part, weigh
@@ -140,7 +141,7 @@ class AsyncL2GD(Algorithm):
 
     def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
         """Rounds of one coin with all clients as one stack; halved where numbers overflow on the way."""
-        client = fed.together(self) if self.coins == "one" and until > after + 1 else None
+        client = leaps.together(fed, self) if self.coins == "one" and until > after + 1 else None
         if client is None:
             return s, after
         clusters, k, talks = fed.known_clusters(), len(s.steps), []
@@ -167,8 +168,8 @@ class AsyncL2GD(Algorithm):
         if talks:
             client.keep.model, client.keep.done = x, (steps - alone)[clusters]
             heads = Part("means", "cluster-server", weigh(inside), weigh(inside))
-            share, pull = (fed.visits(self, phase, HEADS) for phase in ("share", "pull_all"))
-            fed.settle(client, talks, (share, heads, pull))
+            share, pull = (leaps.visits(fed, self, phase, HEADS) for phase in ("share", "pull_all"))
+            leaps.settle(fed, client, talks, (share, heads, pull))
         return s.replace(steps=steps, rounds_global=s.rounds_global + len(talks)), until
 
     def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:

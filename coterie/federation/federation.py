@@ -13,9 +13,8 @@ from coterie.errors import SettingError
 from coterie.federation import randomness
 from coterie.federation.byzantine import Attack, as_attacks, corrupt
 from coterie.federation.calls import arguments, occurrences, payload
-from coterie.federation.client import Client
 from coterie.federation.compressors import Compressor, compressor
-from coterie.federation.ledger import INSIDE, Entry, Ledger, Part, weigh
+from coterie.federation.ledger import INSIDE, Entry, Ledger, weigh
 from coterie.federation.parcels import Parcel
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
@@ -209,28 +208,9 @@ class Federation:
         encoder = None if compress is None else compressor(compress)
         return self._call(algorithm, phase.__name__, ids, shared, each, link, encoder)
 
-    def together(self, algorithm: Any) -> Client | None:
-        """All clients as one stack, for `leap`; None where a call could turn out otherwise than for all alike.
-
-        They must be in this process, have begun, fit into one stack, draw nothing, always answer and not lie.
-        """
-        begun = self._all_begun or not hasattr(algorithm, "begin")
-        if self.dropout or self.byzantine or not begun or not hasattr(self.runtime, "together"):
-            return None
-        return self.runtime.together(algorithm.batch)
-
-    def settle(self, client: Client, rounds: Sequence[int], traffic: Sequence[Part]) -> None:
-        """Make what the clients of `together` keep lasting, and count the traffic that each of these rounds had."""
-        self.runtime.settle(client)
-        self.ledger.add_rounds(rounds, "train", traffic)
-
-    def visits(self, algorithm: Any, phase: str, link: str) -> Part:
-        """What a phase of all clients exchanges, as the algorithm declares it."""
-        down, up = (
-            (self.n if floats else 0, self.n * floats, self.n * floats * self.dtype.itemsize)
-            for floats in algorithm.traffic(self.d)[phase]
-        )
-        return Part(phase, link, down, up)
+    def all_begun(self, algorithm: Any) -> bool:
+        """Whether no client has a `begin` before it."""
+        return self._all_begun or not hasattr(algorithm, "begin")
 
     def has_rows(self, split: str) -> bool:
         """Whether any client has rows in this split."""

@@ -248,6 +248,8 @@ def _stopper(stop: int) -> Callable[[int, int], None]:
 class _Watchful(Shard):
     """A shard that counts visits and sees whether a phase changed its inputs or what clients keep."""
 
+    leaps = False  # every round is to be seen
+
     def __init__(self, shard: Shard) -> None:
         super().__init__(
             shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop
@@ -256,9 +258,6 @@ class _Watchful(Shard):
 
     def fresh(self, seed: int | None = None) -> _Watchful:
         return _Watchful(super().fresh(seed))
-
-    def together(self, batch: int) -> None:
-        """Every round is to be seen."""
 
     def run(self, call: Call, visits: Visits, *rest: Any, **named: Any) -> Answer:
         count = len(self.ids) if visits.at is None else len(visits.at)

@@ -14,6 +14,7 @@ from coterie.runtime.shard import Call, Shard, Visits, visit_keys
 SERVER_SIDE = {
     "start",
     "round",
+    "leap",
     "handout",
     "common",
     "observe",

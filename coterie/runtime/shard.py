@@ -81,6 +81,7 @@ class Shard:
     """Rows, kept state and model of some clients."""
 
     private = False  # whether models stay where the clients are
+    leaps = True  # whether rounds may be taken at once
 
     def __init__(
         self,
@@ -150,16 +151,6 @@ class Shard:
         if self._descent is None or not torch.equal(self._descent.pace, pace):
             self._descent = Descent(statistics[0], statistics[1], pace)
         return self._descent
-
-    def together(self, batch: int) -> Client | None:
-        """All clients as one stack that draws nothing, for rounds taken at once; None where they are no such stack."""
-        if self.loop or self.stack_size(batch) < len(self.train) or 0 < batch < self.train.largest:
-            return None
-        return Client(self, None, _no_draws, batch)
-
-    def settle(self, client: Client) -> None:
-        """Make what the clients of `together` keep lasting."""
-        self._commit(client, None, None)
 
     def run(
         self,
@@ -377,10 +368,6 @@ class Shard:
             for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
                 whole[slice(None) if place is None else place] = part
         return tuple(parts)
-
-
-def _no_draws() -> Tensor:
-    raise CoterieError("rounds that are taken at once draw nothing; take them one by one")
 
 
 @functools.lru_cache(maxsize=1)

@@ -65,7 +65,7 @@ def test_a_node_runs_only_phases_of_its_algorithm():
 
     node, ditto = Node(federation().runtime), make("ditto")
     assert phases(ditto) == {"begin", "train", "deploy"}
-    for phase in ("round", "__init__", "replace", "nothing"):
+    for phase in ("round", "leap", "__init__", "replace", "nothing"):
         message = wire.encode({"algorithm": "ditto", "phase": phase}, {})
         with pytest.raises(wire.WireError, match="has no phase"):
             node.handle(ditto, message)
