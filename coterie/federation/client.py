@@ -90,6 +90,11 @@ class Client:
     def _own(self) -> span.Own:
         return span.Own(self._shard.train, self._at)
 
+    @functools.cached_property
+    def _statistics(self) -> tuple[Tensor, ...] | None:
+        """Sufficient statistics of these clients, gathered once for all steps of a phase."""
+        return self._shard.statistics(self._at)
+
     @property
     def size(self) -> Tensor:
         """Number of training rows, [..., 1]."""
@@ -145,7 +150,7 @@ class Client:
 
     def full_grad(self, x: Tensor) -> Tensor:
         """Gradient at x on all training rows."""
-        statistics = self._shard.statistics(self._at)
+        statistics = self._statistics
         if statistics is not None:
             return self._shard.model.grad_from(statistics, x)
         return self._over_rows(self._shard.model.grad, x)
@@ -179,7 +184,7 @@ class Client:
         """Loss at x on all rows of 'train' or 'validation', [..., 1]."""
         if split not in ("train", "validation"):
             raise SettingError(f"a phase may look at 'train' or 'validation' rows, not at {split!r}")
-        statistics = self._shard.statistics(self._at) if split == "train" else None
+        statistics = self._statistics if split == "train" else None
         if statistics is not None:
             return self._shard.model.loss_from(statistics, x)
         return self._over_rows(self._shard.model.loss, x, rows=self._shard.splits[split])
@@ -192,7 +197,7 @@ class Client:
 
     def solve(self, x: Tensor, tol: float = 1e-9, pull: float = 0.0) -> Tensor:
         """Minimiser of f + pull/2 |. - x|^2, started at x, to gradient norm tol."""
-        statistics = self._shard.statistics(self._at)
+        statistics = self._statistics
         if statistics is not None:
             return self._shard.model.solve_from(statistics, x, pull)
 
@@ -203,7 +208,7 @@ class Client:
 
     def hessian(self, x: Tensor) -> Tensor:
         """Second derivative at x on all training rows, [..., d, d]; generalised linear models have one."""
-        statistics = self._shard.statistics(self._at)
+        statistics = self._statistics
         if statistics is not None:
             return statistics[0]
         if not hasattr(self._shard.model, "hessian"):

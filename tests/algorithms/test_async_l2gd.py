@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie import Federation, fit, models
+from coterie import Federation, fit, models, resume
 from coterie.algorithms import make
 from coterie.algorithms.async_l2gd import AsyncL2GD
 from coterie.algorithms.base import Algorithm
@@ -253,6 +253,23 @@ def test_leaps_are_made_and_watched(model):
     with patch.object(AsyncL2GD, "round", counted):
         fit(fed, algorithm, 2500, evaluate_every=0, watch=lambda t, rounds: heard.append(t))
     assert heard == list(range(1, 2501)) and len(asked) < 30
+
+
+def test_a_run_stopped_amid_a_leap_resumes_to_the_same_bytes(tmp_path):
+    fed, algorithm = federation(split=(0.6, 0.2, 0.2)), make("async-l2gd", p0=0.3, coins="one")
+    plan = {"rounds": 60, "evaluate_every": 25, "checkpoint_every": 10}
+
+    def stop(t, rounds):
+        if t == 37:
+            raise KeyboardInterrupt
+
+    whole = fit(fed, algorithm, out=tmp_path / "whole", **plan)
+    with pytest.raises(KeyboardInterrupt):
+        fit(fed, algorithm, out=tmp_path / "broken", watch=stop, **plan)
+    again = resume(tmp_path / "broken", fed)
+    assert torch.equal(again.personal, whole.personal) and again.state.equal(whole.state)
+    for name in ("metrics.parquet", "ledger.parquet", "models/models.safetensors"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_a_client_that_overflows_ends_the_leap():
