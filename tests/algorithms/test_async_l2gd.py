@@ -237,12 +237,13 @@ def trained(run):
     return [item for item in run.fed.ledger.entries.items() if item[0].kind != "evaluate"]
 
 
-@pytest.mark.parametrize("model", [models.linear(), models.logistic(l2=0.1)])
+@pytest.mark.parametrize("model", [models.linear(), models.logistic(l2=0.1), models.mlp(hidden=(2,))])
 def test_leaps_are_made_and_watched(model):
     """Most rounds are not called one by one, with a closed form or without; a watcher hears of each in turn."""
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(5, 2)) for _ in range(4)]
-    fed = Federation.from_arrays(xs, [(x[:, 0] > 0) * 1.0 for x in xs], model, clusters=[0, 0, 1, 1])
+    ys = [(x[:, 0] > 0).astype(int) for x in xs]
+    fed = Federation.from_arrays(xs, ys, model, clusters=[0, 0, 1, 1])
     heard, asked, one_by_one = [], [], AsyncL2GD.round
 
     def counted(self, fed, s, t):
