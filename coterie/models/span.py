@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie.data.rows import Rows
 from coterie.models.base import Model
 from coterie.models.glm import Glm
+from coterie.models.ragged import combine_rows, score_rows, scripted
 
 FEWEST_PRODUCTS = (
     1 << 17
@@ -98,12 +99,10 @@ class Own:
         self.start, size = (rows.start, rows.size) if at is None else (rows.start[at], rows.size[at])
         self.offset = size.cumsum(0) - size  # where a client begins when only these are counted
         self.kernel = (torch.arange(len(rows)) if at is None else at) * rows.largest
-        self.sizes = size.tolist()
-        first = self.start.tolist()
-        self.total = sum(self.sizes)
-        self.x = [rows.x[begin : begin + length] for begin, length in zip(first, self.sizes, strict=True)]
-        adjoining = bool((self.start - self.offset == first[0]).all())
-        self.together = rows.x[first[0] : first[0] + self.total] if adjoining else None
+        self.x, self.starts, self.sizes = rows.x, self.start.tolist(), size.tolist()
+        self.total, first = sum(self.sizes), self.starts[0]
+        adjoining = bool((self.start - self.offset == first).all())
+        self.together = rows.x[first : first + self.total] if adjoining else None
         self._last: tuple[Tensor, Tensor] | None = None
 
     def scores(self, tables: Tensor) -> Tensor:
@@ -120,14 +119,10 @@ class Own:
             for part, place in zip(self.together.split(BLOCK), scores.split(BLOCK, 1), strict=True):
                 torch.mm(tables[0], part.mT, out=place)
         else:
-            for table, x, place in zip(tables, self.x, scores.split(self.sizes, 1), strict=True):
-                torch.mm(table, x.mT, out=place)
+            scripted(score_rows)(scores, tables, self.x, self.starts, self.sizes)
         return scores
 
     def combined(self, base: Tensor, combination: Tensor) -> Tensor:
         """base + combination X, client by client, [k, outputs, columns]."""
         result = base.new_empty(base.shape)
-        parts = zip(result, base, combination, self.x, self.sizes, strict=True)
-        for end, begin, part, x, size in parts:
-            torch.addmm(begin, part[:, :size], x, out=end)
-        return result
+        return scripted(combine_rows)(result, base, combination, self.x, self.starts, self.sizes)

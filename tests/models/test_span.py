@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie import Algorithm, Federation, fit, models
 from coterie.algorithms import make
 from coterie.federation.client import Client
-from coterie.models import span
+from coterie.models import ragged, span
 from coterie.models.base import Model
 
 MODELS = {
@@ -115,3 +115,20 @@ def test_a_client_with_nan_spoils_nobody_else() -> None:
     fed.runtime.train.x[0] = torch.nan
     run = fit(fed, make("fedavg", batch=4, steps=4), 3, evaluate_every=0)
     assert torch.isfinite(run.state.x).all() and run.fed.left_out
+
+
+def test_without_scripts_the_same_products_run_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(function: Any) -> Any:
+        raise RuntimeError("no scripts here")
+
+    monkeypatch.setattr(torch.jit, "script", refuse)
+    ragged.scripted.cache_clear()
+    assert ragged.scripted(ragged.combine_rows) is ragged.combine_rows
+    draw = torch.Generator().manual_seed(0)
+    x, base, shares = (torch.randn(shape, generator=draw) for shape in ((5, 4), (2, 3, 4), (2, 3, 3)))
+    found = ragged.combine_rows(torch.empty(2, 3, 4), base, shares, x, [0, 3], [3, 2])
+    expected = torch.stack([base[0] + shares[0] @ x[:3], base[1] + shares[1, :, :2] @ x[3:]])
+    torch.testing.assert_close(found, expected)
+    scores = ragged.score_rows(torch.empty(3, 5), base, x, [3, 0], [2, 3])
+    torch.testing.assert_close(scores, torch.cat([base[0] @ x[3:].T, base[1] @ x[:3].T], 1))
+    ragged.scripted.cache_clear()
