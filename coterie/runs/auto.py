@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from coterie.algorithms import Algorithm, find
-from coterie.algorithms.hierarchical import Hierarchical
+from coterie.algorithms.hierarchical import LARGEST, Hierarchical
 from coterie.errors import CoterieError, DataError, SettingError
 from coterie.federation.federation import Federation
 from coterie.models.glm import Glm
 from coterie.runs import files
-from coterie.runs.auto_race import Race, Watch, cost, every
+from coterie.runs.auto_race import Entrant, Race, Watch, cost, every
 from coterie.runs.auto_words import reasons
 from coterie.runs.folder import RunFolder
 from coterie.runs.run import Run
@@ -25,6 +25,8 @@ from coterie.theory.advisor import Advice, advise
 
 EFFORT = 24.0  # rounds of the whole race, in units of the rounds of one run
 HEATS_SHARE = 0.5  # of the effort; the rest is for the check of the finalists
+PILOTS = ("local", "fedavg")  # the methods that step sizes are settled with
+STEPS_SHARE = 5  # each of them gets one place in so many
 CROWD = 6  # clients from which groups among them are worth looking for
 PAIRS_ELEMENTS = 1 << 24  # largest clients x parameters for which pairs are compared
 
@@ -74,7 +76,8 @@ def choose(
         raise DataError("auto chooses on validation rows; build the federation with split=(0.6, 0.2, 0.2)")
     advice = _advice(fed)
     race = Race(fed, rounds, effort * rounds, budget_mb, watch)
-    winner = race.run(entrants(fed, methods, advice, effort, rounds))
+    field_ = Field.of(fed, methods, advice, effort, rounds)
+    winner = race.run(field_.first, field_.more)
     assert winner.running is not None
     why, sure = reasons(race, winner, advice)
     return Choice(winner.running.finish(), sure, why, race.rows(winner), advice)
@@ -123,24 +126,58 @@ def _advice(fed: Federation) -> Advice | None:
         return None
 
 
-def entrants(
-    fed: Federation, methods: Sequence[str] | None, advice: Advice | None, effort: float, rounds: int
-) -> list[Algorithm]:
-    """Who takes part: the settings advised, then settings of every method in turn while the budget lasts."""
-    names = list(methods) if methods is not None else _sensible(fed)
-    chosen: list[Algorithm] = [find("local")()]
-    if methods is None:
-        chosen += _estimated(fed) + ([] if advice is None else _advised(fed, advice))
-    kinds, places = len({*names, *(algorithm.name for algorithm in chosen)}), 2
-    while cost(places + 1, kinds, rounds) <= HEATS_SHARE * effort * rounds:
-        places += 1
-    for turn in itertools.zip_longest(*(candidates(find(name)(), places) for name in names)):
+@dataclass(frozen=True)
+class Field:
+    """Who takes part, in two parts: step sizes first, then everything else at step sizes that proved good.
+
+    A step size suits the loss and the rows rather than the method: it is settled with the two simplest methods, so that
+    no other setting of the others is judged at steps that cannot work.
+    """
+
+    first: list[Algorithm]
+    others: list[str]
+    advised: list[Algorithm]
+    places: int
+
+    @classmethod
+    def of(
+        cls, fed: Federation, methods: Sequence[str] | None, advice: Advice | None, effort: float, rounds: int
+    ) -> Field:
+        names = list(methods) if methods is not None else _sensible(fed)
+        known = [] if methods is not None else _estimated(fed)
+        advised = [] if methods is not None or advice is None else _advised(fed, advice)
+        kinds, places = len({"local", *names, *(algorithm.name for algorithm in [*known, *advised])}), 2
+        while cost(places + 1, kinds, rounds) <= HEATS_SHARE * effort * rounds:
+            places += 1
+        others = [name for name in names if name not in PILOTS]
+        alone = [algorithm for algorithm in advised if algorithm.name in PILOTS]
+        first = [find("local")(), *alone[:1], *known, *alone[1:]]
+        tried = [candidates(find(name)(), max(1, places // STEPS_SHARE)) for name in PILOTS if name in names]
+        _add(first, *tried)
+        first = first[: max(1, places // 2, places - len(others))]
+        return cls(first, others, [algorithm for algorithm in advised if algorithm not in alone], places)
+
+    def more(self, left: list[Entrant]) -> list[Algorithm]:
+        """The others, at the step sizes at which the two simplest methods did best, and at a third of them."""
+        best: dict[str, Algorithm] = {}
+        for entrant in sorted(left, key=lambda entrant: entrant.loss):
+            if hasattr(entrant.algorithm, "lr") and not getattr(entrant.algorithm, "exact", False):
+                best.setdefault(entrant.algorithm.name, entrant.algorithm)
+        pilots = [best[name] for name in reversed(PILOTS) if name in best]
+        steps = [step for pilot in pilots for step in (pilot.lr, pilot.lr / 3)]  # type: ignore[attr-defined]
+        chosen = [algorithm.replace(lr=steps[0]) if steps else algorithm for algorithm in self.advised]
+        _add(chosen, *(candidates(find(name)(), self.places, {"lr": steps}) for name in self.others))
+        return chosen[: max(0, self.places - len(self.first))]
+
+
+def _add(chosen: list[Algorithm], *lists: list[Algorithm]) -> None:
+    """The algorithms of every list in turn, each once."""
+    for turn in itertools.zip_longest(*lists):
         chosen += [algorithm for algorithm in turn if algorithm is not None and algorithm not in chosen]
-    return chosen[:places]
 
 
 def _sensible(fed: Federation) -> list[str]:
-    names = ["local", "fedavg", "fine-tuned", "ditto"]
+    names = ["local", "fedavg", "fine-tuned", "ditto", "rtfa"]
     if fed.n >= CROWD:
         names += ["ifca"]
         if fed.n * fed.d <= PAIRS_ELEMENTS:
@@ -151,15 +188,20 @@ def _sensible(fed: Federation) -> list[str]:
 
 
 def _estimated(fed: Federation) -> list[Algorithm]:
-    """Hierarchical models, whose pulls are estimated from the data, where clients can send second derivatives."""
-    model = Hierarchical(grouping="one")
+    """Hierarchical models, whose pulls are estimated from the data, where clients can send second derivatives.
+
+    By restricted likelihood: the plain one takes few clients with many parameters for all alike.
+    """
+    model = Hierarchical(grouping="one", choose="reml")
     if not model.newton(fed):
         return []
-    return [model] if fed.clusters is None else [Hierarchical(), model]
+    known = [] if fed.clusters is None else [Hierarchical(choose="reml")]
+    intercept = [model.replace(effects="intercept")] if getattr(fed.model, "intercept", False) else []
+    return [*known, model, *intercept]
 
 
 def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:
-    """The methods of the survey, at the penalties it found, where they have an exact form."""
+    """The methods of the survey, at the penalties it found, where they have an exact form (rtfa: that is cheap)."""
     from coterie.theory.advisor import algorithm
 
     if not isinstance(fed.model, Glm):
@@ -168,6 +210,6 @@ def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:
     for factor in (1.0, 0.3, 3.0):
         for method, lams in (("rtfa", advice.lam_shared), ("ridge-local", advice.lam_alone)):
             usable = lams[torch.isfinite(lams) & (lams > 0)]
-            if len(usable):
+            if len(usable) and (method != "rtfa" or fed.d <= LARGEST):
                 found.append(algorithm(method, factor * float(usable.median()), fed))
     return found

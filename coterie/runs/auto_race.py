@@ -1,8 +1,9 @@
 """The race behind `auto`: heats of successive halving, then a check of the finalists on further splits.
 
 Heats of a ninth and a third of the rounds thin the field by three each (Jamieson and Talwalkar, 2016); the finalists
-train to the end. Those that validation rows cannot tell from the leader are trained again on further splits of the rows
-that are not test rows, each to the round it was best at. These splits decide: settings and rounds were chosen on the
+train to the end. The field may come in two parts, the second one chosen by what the first one's first heat showed.
+Those that validation rows cannot tell from the leader are trained again on further splits of the rows that are not
+test rows, each to the round it was best at. These splits decide: settings and rounds were chosen on the
 first one, which flatters methods with many of them.
 """
 
@@ -32,6 +33,7 @@ ROBUST = 0.5  # a method must beat a simpler one by so many standard errors of t
 SIMPLEST = ("local", "fedavg", "fine-tuned", "rtfa", "ftfa", "ditto")
 
 Watch = Callable[[str, int, int], None]
+More = Callable[["list[Entrant]"], list[Algorithm]]
 
 
 def every(rounds: int) -> int:
@@ -124,9 +126,13 @@ class Race:
         self.finalists: list[Entrant] = []
         self.refused: list[str] = []
 
-    def run(self, field_: Sequence[Algorithm]) -> Entrant:
-        left = [Entrant(algorithm) for algorithm in field_]
-        for heat, stop in enumerate(stops(self.rounds)):
+    def run(self, field_: Sequence[Algorithm], more: More | None = None) -> Entrant:
+        """The winner of the field and, where asked, of those that `more` adds once the field has run its first heat."""
+        first, *others = stops(self.rounds)
+        left = self._heat(0, first, [Entrant(algorithm) for algorithm in field_])
+        if more is not None:
+            left = self._heat(0, first, [*left, *(Entrant(algorithm) for algorithm in more(left))])
+        for heat, stop in enumerate(others, 1):
             left = self._heat(heat, stop, left)
         self.finalists = left
         self._check()

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 from coterie.algorithms import Algorithm
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 
 
-def candidates(algorithm: Algorithm, budget: int) -> list[Algorithm]:
-    """At most `budget` settings, spread evenly over the declared grid (Halton points), the same for every seed."""
+def candidates(
+    algorithm: Algorithm, budget: int, instead: Mapping[str, Sequence[float]] | None = None
+) -> list[Algorithm]:
+    """At most `budget` settings, spread evenly over the declared grid (Halton points), the same for every seed.
+
+    `instead` holds other values for some of the settings that have a grid.
+    """
     grids = {f.name: f.metadata["tune"] for f in dataclasses.fields(algorithm) if f.metadata.get("tune")}
+    own = {name: list(dict.fromkeys(values)) for name, values in (instead or {}).items()}
+    grids |= {name: values for name, values in own.items() if name in grids and values}
     if not grids:
         return [algorithm]
     budget = min(budget, math.prod(len(values) for values in grids.values()))

@@ -144,6 +144,9 @@ def test_a_simpler_method_wins_a_draw() -> None:
     assert race._winner() is ditto
 
 
+STEPS = [("fedavg", 0.75, 0.2), ("fedavg", 0.03, 0.5), ("local", 0.375, 0.6), ("local", 0.01, 0.7)]
+
+
 def test_heats_keep_every_method_once_and_few_settings_of_one() -> None:
     race = Race(world(20, 0.0), 9)
     field = [entrant("ditto", loss=[k / 10]) for k in range(6)]
@@ -167,12 +170,12 @@ def test_losers_keep_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         most = max(most, sum(e.running is not None for e in race.everybody))
 
     monkeypatch.setattr(Entrant, "advance", counted)
-    field = auto.entrants(fed, None, coterie.advise(fed), 24, 18)
-    winner = race.run(field)
+    field = auto.Field.of(fed, None, coterie.advise(fed), 24, 18)
+    winner = race.run(field.first, field.more)
     solved = sum(
         getattr(e.algorithm, "exact", False) or e.algorithm.name == "hierarchical" for e in race.everybody
     )
-    assert most <= len(field) / 3 + 2 + solved < len(race.everybody)
+    assert most <= field.places / 3 + 2 + solved < len(race.everybody)
     assert winner.running is not None
     assert all(e.running is None and not e.scores for e in race.everybody if e not in race.finalists)
 
@@ -201,15 +204,43 @@ def test_a_clear_winner_is_not_checked() -> None:
 
 def test_hierarchical_models_take_part_where_they_can() -> None:
     fed = world(20, 0.3)
-    names = [a.settings()["grouping"] for a in auto._estimated(fed)]
-    assert names == ["one"]
+    (model,) = auto._estimated(fed)
+    assert model.settings()["grouping"] == "one" and model.settings()["choose"] == "reml"
     known = Federation.from_arrays(
         [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(), clusters=[0, 0, 1, 1], split=SPLIT
     )
     assert [a.settings()["grouping"] for a in auto._estimated(known)] == ["known", "one"]
+    with_intercept = Federation.from_arrays(
+        [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(intercept=True), split=SPLIT
+    )
+    assert [a.settings()["effects"] for a in auto._estimated(with_intercept)] == ["auto", "intercept"]
     net = models.network(lambda: torch.nn.Linear(6, 1))
     wide = Federation.from_arrays([torch.randn(9, 6)] * 4, [torch.randn(9)] * 4, net, split=SPLIT)
     assert auto._estimated(wide) == []
+
+
+def test_step_sizes_are_settled_with_the_simplest_methods() -> None:
+    fed = world(20, 0.3)
+    field = auto.Field.of(fed, ["local", "fedavg", "ditto", "rtfa"], None, 24, 90)
+    tried = {(a.name, a.settings()["lr"]) for a in field.first}
+    assert {lr for name, lr in tried if name == "fedavg"} == {0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0}
+    left = [Entrant(make(name, lr=lr), loss=loss) for name, lr, loss in STEPS]
+    added = field.more(left)
+    assert {a.name for a in added} == {"ditto", "rtfa"} and len(field.first) + len(added) <= field.places
+    assert {a.settings()["lr"] for a in added} == {0.75, 0.25, 0.375, 0.125}, (
+        "both methods' best steps and a third of them"
+    )
+    assert {a.settings()["lr"] for a in field.more([])} > {0.01, 0.03, 0.1}, "without any, those declared"
+
+
+def test_few_places_are_shared() -> None:
+    """Half for the simplest, training alone first, and a place for each of the others while they last."""
+    fed = world(20, 0.3)
+    for effort in (1, 3, 6, 24):
+        field = auto.Field.of(fed, ["local", "fedavg", "ditto", "cobo", "ifca"], None, effort, 90)
+        added = field.more([])
+        assert field.first[0].name == "local" and len(field.first) + len(added) <= field.places
+        assert len({a.name for a in added}) == min(3, field.places - len(field.first))
 
 
 def test_whoever_fails_on_the_way_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
