@@ -108,6 +108,8 @@ def test_candidates_are_distinct_declared_and_no_more_than_the_budget():
         assert len(found) == len(set(found)) == expected
     rates = {candidate.lr for candidate in candidates(make("ditto"), 8)}
     assert rates == {0.01, 0.03, 0.1, 0.3}
+    other = candidates(make("ditto"), 99, {"lr": [2.0, 1.0, 2.0], "tuning_lr": [7.0]})
+    assert len(other) == len(set(other)) == 8 and {candidate.lr for candidate in other} == {1.0, 2.0}
 
 
 def test_a_single_client_has_no_interval():
