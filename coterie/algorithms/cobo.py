@@ -125,8 +125,7 @@ class CoBo(Algorithm):
             both = here[i] & here[j]
             i, j = i[both], j[both]
         size = max(1, PAIR_ELEMENTS // (2 * fed.d))
-        parts = zip(i.split(size), j.split(size), strict=True)
-        return [(a.to(fed.device), b.to(fed.device)) for a, b in parts if len(a)]
+        return [(a, b) for a, b in zip(i.split(size), j.split(size), strict=True) if len(a)]
 
     def chance(self, n: int, t: int) -> float:
         """p_t, the probability that a pair is looked at in round t = 1, 2, ..."""
@@ -137,8 +136,11 @@ class CoBo(Algorithm):
         self, fed: Federation, models: Tensor, i: Tensor, j: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """<g_i(z), g_j(z)> of the pairs both ends of which answered, all ends asked in one call."""
-        ends = torch.cat([i, j])
-        r = fed.map(self.agree, each={"z": models[i].lerp_(models[j], 0.5).repeat(2, 1)}, to=ends, link=PEERS)
+        asked = torch.cat([i, j])
+        ends = asked.to(fed.device, non_blocking=True)
+        i, j = ends.chunk(2)
+        middle = models[i].lerp_(models[j], 0.5)
+        r = fed.map(self.agree, each={"z": middle.repeat(2, 1)}, to=asked, link=PEERS)
         if len(r) == len(ends):
             first, second = r.values.chunk(2)
         elif len(r) == 0:

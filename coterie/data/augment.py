@@ -33,13 +33,11 @@ class CropFlip:
                 "crops are for images [channels, height, width]"
             )
         draws = randomness.slots(keys, 3)
-        shift = (
-            randomness.integers(draws[..., :2], torch.tensor(2 * self.pad + 1, device=x.device)) - self.pad
-        )
+        shift = randomness.integers(draws[..., :2], 2 * self.pad + 1) - self.pad
         rows = _mirrored(x.shape[-2], shift[..., 0])
         columns = _mirrored(x.shape[-1], shift[..., 1])
         if self.flip:
-            turned = (randomness.integers(draws[..., 2], torch.tensor(2, device=x.device)) == 1).unsqueeze(-1)
+            turned = (randomness.integers(draws[..., 2], 2) == 1).unsqueeze(-1)
             columns = torch.where(turned, columns.flip(-1), columns)
         lead = (..., *([None] * (x.dim() - keys.dim() - 2)))
         x = x.gather(-2, rows[(*lead, slice(None), None)].expand_as(x))

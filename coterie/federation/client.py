@@ -343,5 +343,9 @@ def as_reply(value: Tensor | dict[str, Tensor] | None, phase: str) -> dict[str, 
 
 def all_finite(values: list[Tensor]) -> bool:
     """One cheap pass: a sum is finite only if every term is (a sum that overflows is looked at again)."""
-    different = {id(value): value for value in values if value.is_floating_point()}
-    return all(math.isfinite(value.sum().item()) for value in different.values())
+    return all(math.isfinite(total.item()) for total in sums(values))
+
+
+def sums(values: list[Tensor]) -> list[Tensor]:
+    """The sum of each floating tensor; one that is there twice is added up once."""
+    return [value.sum() for value in {id(value): value for value in values if value.is_floating_point()}.values()]

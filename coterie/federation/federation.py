@@ -194,9 +194,11 @@ class Federation:
         needs to know what arrives asks `client.compress(value)` and returns that.
         """
         algorithm = phase.__self__  # type: ignore[attr-defined]
-        ids = None if to is None else torch.as_tensor(to, dtype=torch.long, device=self.device)
+        ids = None if to is None else torch.as_tensor(to, dtype=torch.long)
         each = each or {}
         self._check_rows(phase.__name__, ids, each)
+        if self.dropout or not self._all_begun:
+            ids = self._moved(ids)
         ids, each = self._drop(ids, each)
         if not self._all_begun and hasattr(algorithm, "begin"):
             if phase.__name__ == "begin":
@@ -277,8 +279,8 @@ class Federation:
         link: str,
         compress: Compressor | None = None,
     ) -> Replies:
-        asked = self.everyone if ids is None else ids
-        visits = Visits(ids, occurrences(ids))
+        visits = Visits(self._moved(ids), self._moved(occurrences(ids)))
+        asked = self.everyone if visits.at is None else visits.at
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1
         answer = self.runtime.run(call, visits) if len(asked) else Answer({})
@@ -295,6 +297,10 @@ class Federation:
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
         return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+
+    def _moved(self, ids: Tensor | None) -> Tensor | None:
+        """To where the clients are, without waiting for it."""
+        return None if ids is None else ids.to(self.device, non_blocking=True)
 
     def _note_absent(self, phase: str, answer: Answer) -> None:
         self.left_out += [(self.round, client, f"{phase}: {why}") for client, why in answer.why.items()]

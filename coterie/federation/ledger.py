@@ -69,6 +69,11 @@ class Ledger:
         """The same traffic in each of many rounds, which had none of these phases before."""
         self._rounds.append((rounds, kind, parts))
 
+    def forget_after(self, t: int) -> None:
+        """Take rounds after t back."""
+        for entry in [entry for entry in self.entries if entry.round > t]:
+            del self.entries[entry]
+
     def total(
         self, count: str, kind: str | None = None, phase: str | None = None, link: str | None = None
     ) -> int:

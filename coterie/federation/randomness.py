@@ -35,7 +35,7 @@ def key(*coordinates: Coordinate) -> Tensor:
 def fold(base: Tensor, coordinate: Coordinate) -> Tensor:
     """The keys that follow `base` when one more coordinate is known."""
     if isinstance(coordinate, Tensor):
-        return _mix((coordinate + 1) * _GOLDEN + base.to(coordinate.device))
+        return _mix((coordinate + 1) * _GOLDEN + (base if base.dim() == 0 else base.to(coordinate.device)))
     return _mix(base + _step(coordinate))
 
 

@@ -27,10 +27,6 @@ from coterie.models.ways import Ways
 
 Criterion = str | Callable[[Tensor, Tensor], Tensor]
 Source = nn.Module | Callable[[], nn.Module]
-ROUNDING = {
-    "full": 1e-3,
-    "bf16": 0.2,
-}  # how far two orders of rounding may lie apart, relative to the gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,14 +259,14 @@ class Network(Model):
 
     @functools.cached_property
     def _ways(self) -> Ways:
-        tolerance = ROUNDING[self.precision] if self.compiled else None
+        exact = replace(self, precision="full", compiled=False)._ways if self.compiled else None
         chained = isinstance(self.criterion, str) and not self.tokens and self.skeleton.layers is not None
         written = chained and chain.known(self.skeleton) and self.precision == "full" and not self.compiled
         return Ways(
             self._objective,
             lambda: self._bytes_per_row,
             self.stacked,
-            tolerance,
+            exact,
             self.decisions,
             self._chained if chained else None,
             self._written_gradient if written else None,

@@ -29,9 +29,9 @@ Objective = Callable[..., Tensor]
 class Ways:
     """Gradients, Hessian products and functions of rows for one client (w [d]) or a stack of them (w [k, d]).
 
-    `stacked` is True, False or "auto"; `tolerance` turns on compiling, and is how far, relative to the gradient,
-    compiled code may be off; `decisions` remembers what was measured; `summed` is the sum of the objectives of a stack,
-    where the module allows it without vmap, and `written` its gradient where it needs no graph.
+    `stacked` is True, False or "auto"; `exact`, the same at full precision, turns on compiling and is what compiled
+    code is judged by; `decisions` remembers what was measured; `summed` is the sum of the objectives of a stack, where
+    the module allows it without vmap, and `written` its gradient where it needs no graph.
     """
 
     def __init__(
@@ -39,18 +39,19 @@ class Ways:
         objective: Objective,
         bytes_per_row: Callable[[], int],
         stacked: str | bool,
-        tolerance: float | None,
+        exact: Ways | None,
         decisions: dict[str, str],
         summed: Objective | None = None,
         written: Callable[..., Tensor] | None = None,
     ) -> None:
         self.written = written
         self.objective, self.bytes_per_row, self.summed = objective, bytes_per_row, summed
-        self.stacked, self.tolerance, self.decisions = stacked, tolerance, decisions
+        self.stacked, self.decisions, self.compiles = stacked, decisions, exact is not None
         self.captured = Captured(self._whole_gradient)
         self._value, self._values = objective, self._together
-        if tolerance is not None:
-            self._value, self._values = compiled(objective, tolerance), compiled(self._together, tolerance)
+        if exact is not None:
+            self._value = compiled(objective, exact.objective)
+            self._values = compiled(self._together, exact._together)
 
     def gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
         if w.dim() == 1:
@@ -125,7 +126,7 @@ class Ways:
     def _mapped_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
         if self.written is not None and w.device.type == "cpu":
             return self.written(w, *rows)
-        if self.tolerance is None and self.summed is None:
+        if not self.compiles and self.summed is None:
             return _mapped(functools.partial(grad(self.objective), unrolled=True), w, *rows)
         with torch.enable_grad():
             leaf = w.detach().contiguous().requires_grad_()
@@ -163,7 +164,7 @@ class Ways:
         choice = next(iter(ways)) if len(ways) == 1 else self.decisions.get(key)
         if choice in ways:
             return ways[choice](w, *rows)
-        prepares = w.is_cuda or self.tolerance is not None
+        prepares = w.is_cuda or self.compiles
         self.decisions[key], result = fastest(ways, prepares, w, *rows)
         return result
 

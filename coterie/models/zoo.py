@@ -209,7 +209,7 @@ def _image(features: tuple[int, ...], name: str) -> tuple[int, int, int]:
 
 
 def _convolution(before: int, after: int, pool: bool = False) -> nn.Module:
-    layers = [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(groups_for(after), after), nn.ReLU()]
+    layers = [nn.Conv2d(before, after, 3, padding=1), GroupNorm(groups_for(after), after), nn.ReLU()]
     return nn.Sequential(*layers, nn.MaxPool2d(2)) if pool else nn.Sequential(*layers)
 
 
@@ -218,6 +218,20 @@ class ChannelAxis(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.unsqueeze(-1).movedim(-1, 1) if x.dim() == 3 else x  # with the strides of channels last
+
+
+class GroupNorm(nn.GroupNorm):
+    """Reads and writes what comes in: in mixed precision torch would write float32, twice as much for all that follows.
+
+    Means and variances are float32 in any case.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class GlobalMax(nn.Module):

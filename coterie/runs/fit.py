@@ -15,6 +15,7 @@ from coterie.algorithms import Algorithm, make
 from coterie.errors import NobodyAnswered, RunError, SettingError
 from coterie.federation.federation import Federation
 from coterie.runs import checkpoint
+from coterie.runs.ahead import rounds_ahead, unwatched
 from coterie.runs.checkpoint import Best, Progress
 from coterie.runs.folder import RunFolder
 from coterie.runs.history import History, mean_over_clients
@@ -247,12 +248,15 @@ def _advance(
 ) -> None:
     """The rounds up to `until`."""
     rounds, every = plan["rounds"], plan["evaluate_every"]
-    clock = _Clock(plan["checkpoint_every"])
+    clock, stride = _Clock(plan["checkpoint_every"]), rounds_ahead(fed)
     while progress.round < until:
         before = progress.round
-        _move(
-            fed, algorithm, progress, min(until, *(_next(before, n) for n in (every, clock.every, LEAP) if n))
-        )
+        last = min(until, *(_next(before, n) for n in (every, clock.every, LEAP) if n))
+        if stride == 1 or before == 0:
+            _move(fed, algorithm, progress, last)
+        else:
+            last = min(last, before + stride)
+            unwatched(fed, progress, lambda last=last: _move_to(fed, algorithm, progress, last))
         t = progress.round
         if watch is not None:
             for unseen in range(before + 1, t):
@@ -281,6 +285,11 @@ def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int)
     except NobodyAnswered:
         progress.lost_rounds += 1
     progress.round = t
+
+
+def _move_to(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
+    while progress.round < until:
+        _move(fed, algorithm, progress, until)
 
 
 def _next(t: int, every: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from coterie.data.rows import Rows
 from coterie.errors import CoterieError
 from coterie.federation import randomness
-from coterie.federation.client import Client, all_finite, as_reply
+from coterie.federation.client import Client, all_finite, as_reply, sums
 from coterie.federation.compressors import Compressor
 from coterie.federation.parcels import Parcel, Sealer
 from coterie.models import span
@@ -101,6 +101,7 @@ class Shard:
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
         self.workers = 1  # stacks computed side by side
+        self.unread: list[Tensor] | None = None  # sums of answers that nobody has looked at yet; None: look at once
         self._statistics: Any = None
         self._descent: Descent | None = None
 
@@ -313,6 +314,9 @@ class Shard:
                     f"client axis {tuple(lead)}. Write phases for the last axis and keep the axes before it."
                 )
         values = [*named.values(), *client.written.values(), *client.sealer.given]
+        if self.unread is not None:
+            self.unread += sums(values)
+            return None
         if all_finite(values):
             return None
         good = torch.ones(lead, dtype=torch.bool, device=self.device)

@@ -6,6 +6,7 @@ work are in memory.
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 
@@ -30,6 +31,16 @@ class Column:
         column = cls(len(slot), rows[0])
         column.slot, column.rows, column.used = slot, rows, len(rows)
         column._everyone_in_order = torch.equal(slot, torch.arange(len(slot), device=slot.device))
+        return column
+
+    def held(self) -> Column:
+        """This column as it is now, whatever becomes of it."""
+        column = copy.copy(self)
+        column.slot = self.slot.clone()
+        if self.on_disk:
+            column.rows = self.rows.clone()
+        else:
+            self._lent = column._lent = True
         return column
 
     def read(self, at: Tensor | None) -> Tensor:
@@ -122,6 +133,10 @@ class Store:
         held = sum(part.bytes_for(len(part.rows)) for part in others)
         if held + column.bytes_for(clients) > self.memory and column.rows.device.type == "cpu":
             column.move_to_disk()
+
+    def held(self) -> dict[str, Column]:
+        """All columns as they are now."""
+        return {name: column.held() for name, column in self.columns.items()}
 
     def snapshot(self) -> dict[str, Tensor]:
         """Tensors for a checkpoint: `name.slot` and `name.rows`."""
