@@ -197,10 +197,11 @@ class Federation:
         ids = None if to is None else torch.as_tensor(to, dtype=torch.long)
         each = each or {}
         self._check_rows(phase.__name__, ids, each)
-        if self.dropout or not self._all_begun:
+        begins = not self._all_begun and hasattr(algorithm, "begin")
+        if self.dropout or begins:
             ids = self._moved(ids)
         ids, each = self._drop(ids, each)
-        if not self._all_begun and hasattr(algorithm, "begin"):
+        if begins:
             if phase.__name__ == "begin":
                 replies = self._call(algorithm, "begin", ids, shared, each, link)
                 self._mark_begun(replies.ids)
