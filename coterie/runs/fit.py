@@ -267,8 +267,8 @@ def _advance(
             watch(t, rounds)
         measured = t == 1 and bool(fed.model.measured())
         if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
-            checkpoint.save(folder.checkpoints, fed, progress)
-            clock.saved()
+            with clock.saving():
+                checkpoint.save(folder.checkpoints, fed, progress)
 
 
 def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
@@ -369,11 +369,12 @@ class _Clock:
     def due(self, t: int) -> bool:
         if self.every:
             return t % self.every == 0
-        if time.monotonic() - self.last < self.wait:
-            return False
-        self.last = time.monotonic()
-        return True
+        return time.monotonic() - self.last >= self.wait
 
-    def saved(self) -> None:
-        took = time.monotonic() - self.last
-        self.wait = max(CHECKPOINT_SECONDS, took / CHECKPOINT_SHARE)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The next wait follows from the time that this checkpoint takes."""
+        started = time.monotonic()
+        yield
+        self.last = time.monotonic()
+        self.wait = max(CHECKPOINT_SECONDS, (self.last - started) / CHECKPOINT_SHARE)

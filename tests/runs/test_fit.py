@@ -1,4 +1,5 @@
 import json
+import sys
 
 import polars
 import pytest
@@ -166,3 +167,21 @@ def test_what_an_algorithm_sees_at_the_end_is_noted():
     assert {"clusters_found", "ari", "purity"} <= set(run_summary(run)["observed"])
     assert "clusters_found 2" in run_notes(run)[-1]
     assert run_notes(fit(federation(), make("fedavg"), rounds=3)) == []
+
+
+def test_a_slow_first_round_does_not_put_checkpoints_off(monkeypatch) -> None:
+    clock_module = sys.modules[fit.__module__]
+    now = 0.0
+    monkeypatch.setattr(clock_module.time, "monotonic", lambda: now)
+    clock = clock_module._Clock(0)
+    now = 45.0  # compiling, say
+    with clock.saving():
+        now = 45.2
+    assert clock.wait == clock_module.CHECKPOINT_SECONDS and not clock.due(2)
+    now = 55.3
+    assert clock.due(3)
+    with clock.saving():
+        now = 56.3
+    assert clock.wait == pytest.approx(20.0) and not clock.due(4)
+    now = 76.4
+    assert clock.due(5)
