@@ -348,4 +348,6 @@ def all_finite(values: list[Tensor]) -> bool:
 
 def sums(values: list[Tensor]) -> list[Tensor]:
     """The sum of each floating tensor; one that is there twice is added up once."""
-    return [value.sum() for value in {id(value): value for value in values if value.is_floating_point()}.values()]
+    return [
+        value.sum() for value in {id(value): value for value in values if value.is_floating_point()}.values()
+    ]

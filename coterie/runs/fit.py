@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,7 +257,7 @@ def _advance(
             _move(fed, algorithm, progress, last)
         else:
             last = min(last, before + stride)
-            unwatched(fed, progress, lambda last=last: _move_to(fed, algorithm, progress, last))
+            unwatched(fed, progress, functools.partial(_move_to, fed, algorithm, progress, last))
         t = progress.round
         if watch is not None:
             for unseen in range(before + 1, t):

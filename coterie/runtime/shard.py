@@ -101,7 +101,9 @@ class Shard:
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
         self.workers = 1  # stacks computed side by side
-        self.unread: list[Tensor] | None = None  # sums of answers that nobody has looked at yet; None: look at once
+        self.unread: list[Tensor] | None = (
+            None  # sums of answers that nobody has looked at yet; None: look at once
+        )
         self._statistics: Any = None
         self._descent: Descent | None = None
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from coterie import models
 from coterie.errors import DataError, SettingError
-from coterie.models.zoo import Zoo
+from coterie.models.zoo import GroupNorm, Zoo
 
 CLIENTS, ROWS = 3, 4
 MAKE = {
@@ -181,3 +181,17 @@ def test_misfits_are_named() -> None:
         models.mlp(hidden=(0,))
     with pytest.raises(SettingError, match="fit_to"):
         _ = models.cnn().d
+
+
+def test_group_norm_keeps_the_precision_it_is_given() -> None:
+    torch.manual_seed(0)
+    norm, x = GroupNorm(2, 6), torch.randn(4, 6, 5, 5) * 3 + 1
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2.0)
+        norm.bias.normal_()
+    usual = torch.nn.functional.group_norm(x, 2, norm.weight, norm.bias)
+    assert torch.equal(norm(x), usual)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = norm(x.bfloat16())
+    assert rough.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.float(), usual, rtol=0.03, atol=0.03)
