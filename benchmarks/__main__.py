@@ -25,6 +25,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 RESULTS = Path(__file__).resolve().parent / "results"
 RECORD = RESULTS / "speed.json"
 MOST_LOST = 0.2
+PAUSE = 0.5  # seconds before a turn: threads of the peer before may spin for a while after their work
 
 
 def race(work: Workload, peers: list[Peer], repeats: int, seconds: float) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def race(work: Workload, peers: list[Peer], repeats: int, seconds: float) -> dic
             if k >= 3 and time.monotonic() > ends:
                 break
             for driver in alive:
+                time.sleep(PAUSE)
                 driver.go()
     finally:
         for driver in drivers:
@@ -127,6 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
     result |= {"limits": limit, "shares": machine.shares(limit, seconds), "took": time.time() - started}
     if before:  # workloads that were not run now keep their figures
         workloads = {**before["workloads"], **result["workloads"]}
+        for name, work in result["workloads"].items():  # and so do peers that were not
+            lines = {**before["workloads"].get(name, {"peers": {}})["peers"], **work["peers"]}
+            work["peers"] = {peer: lines[peer] for peer in BY_NAME if peer in lines}
         result["workloads"] = {name: workloads[name] for name in sorted(workloads)}
         result["shares"] = {**before["shares"], **result["shares"]}
         result["missing"] = {**before["missing"], **result["missing"]}

@@ -160,7 +160,7 @@ WORKLOADS = {
             "FedAvg, softmax 784 to 10, 100 ragged clients, 5 steps of 20 rows",
             lambda: ragged(_softmax(), 100),
             _averaging(),
-            5,
+            10,
             "linear",
         ),
         Workload(
@@ -184,7 +184,7 @@ WORKLOADS = {
             "Ditto on the clients of W1",
             lambda: ragged(_softmax(), 100),
             lambda fed: make("ditto", lr=0.05, lam=0.5, steps=5, batch=20),
-            5,
+            10,
             "linear",
         ),
         Workload(
