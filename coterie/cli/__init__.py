@@ -31,6 +31,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
         training.compare: f"compare {HEART} --json result.json",
         training.fit: f"fit {HEART} --out heart",
         training.tune: f"tune {HEART} --algorithm ditto --out tuning",
+        training.adapters: "adapters texts --model smollm2 --out runs/texts",
         training.resume: "resume runs/heart",
     },
     "Use what was trained": {

@@ -45,6 +45,7 @@ class Federation:
         table: Any = None,
         truth: Tensor | None = None,
         byzantine: Mapping[Any, Attack | str] | None = None,
+        texts: dict[str, Any] | None = None,
     ) -> None:
         if not 0.0 <= dropout < 1.0:
             raise SettingError(f"dropout is {dropout}; it must be at least 0 and below 1")
@@ -52,6 +53,7 @@ class Federation:
         self.names, self.clusters, self.dropout = list(names), clusters, dropout
         self.cluster_names = list(cluster_names) if cluster_names is not None else None
         self.table, self.truth = table, truth
+        self.texts = texts  # where they are and how they were read, for who wants them again
         self.byzantine = as_attacks(byzantine, self.names)
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
@@ -142,6 +144,7 @@ class Federation:
             table=self.table,
             truth=self.truth,
             byzantine=self.byzantine if byzantine is None else byzantine,
+            texts=self.texts,
         )
 
     def known_clusters(self, method: str = "this method") -> Tensor:

@@ -48,6 +48,13 @@ def from_texts(
     place = torch.device("cpu" if device is None else device)
     dtype = dtype or torch.float32
     splits = {name: _as(rows, dtype).to(place) for name, rows in splits.items()}
+    where: dict[str, Any] | None = None
+    if isinstance(source, str | Path) and clusters is None:
+        columns = {
+            name: column for name, column in (("client", client), ("text", text)) if column is not None
+        }
+        where = {"source": str(Path(source).resolve()), "context": context, "split": list(split), **columns}
+        where |= {"device": place.type} | ({} if tokens is None else {"tokens": tokens})
     codes, cluster_names = encode_clusters(clusters)
     codes = None if codes is None else codes.to(place)
     return Federation(
@@ -60,6 +67,7 @@ def from_texts(
         seed=seed,
         dtype=dtype,
         device=place,
+        texts=where,
         **more,
     )
 

@@ -24,6 +24,8 @@ def percent(run: RunFacts) -> float:
 
 
 def metric_name(run: RunFacts) -> str:
+    if run.metric == "perplexity":
+        return run.metric
     return "right answers (%)" if run.metric == "accuracy" else f"typical error ({run.metric})"
 
 
@@ -166,7 +168,8 @@ def gain_chart(run: RunFacts, scores: Scores) -> Panel | None:
     order = known[np.argsort(scores.gain[known], kind="stable")]
     scale, names = percent(run), plain(run.names)
     values = scores.gain[order] * scale
-    title = "gain (percentage points)" if run.metric == "accuracy" else "gain (in the target's units)"
+    units = {"accuracy": "percentage points", "perplexity": "perplexity"}
+    title = f"gain ({units.get(run.metric, 'in the units of the target')})"
     if len(order) <= NAMED:
         few = [names[k] for k in order]
         trace: Trace = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coterie.errors import RunError
+from coterie.models.metrics import MAIN
 from coterie.runs import files
 from coterie.runs.folder import RESULT, RunFolder
 from coterie.runs.roster import Roster
@@ -214,7 +215,7 @@ def _run(path: Path) -> RunFacts:
         raise RunError(f"{path} is not finished. Go on with `coterie resume {path}`, then report it.")
     config = folder.config
     metrics = pl.read_parquet(path / "metrics.parquet")
-    metric = "rmse" if "rmse" in metrics["metric"] else "accuracy"
+    metric = next((name for name in MAIN.values() if name in metrics["metric"]), "accuracy")
     roster = Roster.load(path)
     names = files.read_json(path / "models" / "model.json")["clients"] if roster is None else roster.names
     run = RunFacts(

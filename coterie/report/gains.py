@@ -85,7 +85,12 @@ def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
 
 
 def interval(metric: str, value: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % interval of a client's metric from its number of scored rows: Wilson's for shares, chi-square for RMSE."""
+    """95 % interval of a client's metric from its number of scored rows: Wilson's for shares, chi-square for RMSE.
+
+    How far perplexity may be off does not follow from the number of rows: there is none.
+    """
+    if metric == "perplexity":
+        return np.full_like(value, np.nan), np.full_like(value, np.nan)
     if metric == "accuracy":
         z2 = 1.959964**2
         middle = (value + z2 / (2 * rows)) / (1 + z2 / rows)

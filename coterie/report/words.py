@@ -94,6 +94,11 @@ def _quality(run: RunFacts) -> str:
     seeds = f", averaged over {run.seeds} random splits" if run.seeds > 1 else ""
     if run.metric == "accuracy":
         text = f"{seen}{seeds}, a client's model gives the right answer {mean} of the time on average"
+    elif run.metric == "perplexity":
+        text = (
+            f"{seen}{seeds}, a client's model is as unsure of the next piece of text as among {mean} equally "
+            "likely ones (its perplexity)"
+        )
     else:
         text = f"{seen}{seeds}, a client's model is typically off by {mean} ({run.metric}, in the target's units)"
     if len(known) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from coterie.errors import RunError, SettingError
@@ -21,6 +22,18 @@ def save_adapters(run: Run, folder: str | Path) -> list[Path]:
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         names = [f"{k}-{name}" for k, name in enumerate(names)]
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
     for name, adapters in zip(names, run.personal, strict=True):
-        model.save_adapter(adapters, folder / name)
+        model.save_adapter(adapters, part / name)
+    part.replace(folder)
     return [folder / name for name in names]
+
+
+def keep_adapters(run: Run) -> Path:
+    """The adapters in the run's own folder, made where they are not there yet."""
+    assert run.folder is not None
+    place = run.folder / "adapters"
+    if not place.exists():
+        save_adapters(run, place)
+    return place

@@ -58,6 +58,8 @@ class RunFolder:
         }
         if fed.table is not None:
             config["data"] = {**fed.table.options, "model": json.dumps(description(fed.model))}
+        if fed.texts is not None:
+            config["texts"] = {**fed.texts, "model": json.dumps(description(fed.model))}
         files.write_json(path / "environment.json", environment(fed))
         files.write_toml(path / "config.toml", config)
         return folder
@@ -99,10 +101,16 @@ class RunFolder:
         return (self.path / RESULT).exists()
 
     def federation(self) -> Federation:
-        """The federation as it was, from the table the run names."""
+        """The federation as it was, from the table or the texts the run names."""
         from coterie.data.load import load_table
         from coterie.models import from_description
 
+        settings = self.config["federation"]
+        drawn = {"seed": settings["seed"], "dropout": settings["dropout"]}
+        if "texts" in self.config:
+            texts = dict(self.config["texts"])
+            described = json.loads(texts.pop("model"))
+            return Federation.from_texts(model=from_description(described), **texts, **drawn)
         data = self.config.get("data")
         if data is None:
             raise RunError(
@@ -118,13 +126,7 @@ class RunFolder:
                 f"{self.path} trains a module of your own: go on from Python with coterie.resume(path, fed)"
             )
         options = {name: value for name, value in data.items() if name != "model"}
-        settings = self.config["federation"]
-        return load_table(
-            **options,
-            model=from_description(model),
-            seed=settings["seed"],
-            dropout=settings["dropout"],
-        )
+        return load_table(**options, model=from_description(model), **drawn)
 
     def check_same(self, fed: Federation, anyway: bool) -> None:
         """Refuse to go on with other data, or (unless `anyway`) in another environment."""
