@@ -3,8 +3,8 @@
 Heats of a ninth and a third of the rounds thin the field by three each (Jamieson and Talwalkar, 2016); the finalists
 train to the end. The field may come in two parts, the second one chosen by what the first one's first heat showed.
 Those that validation rows cannot tell from the leader are trained again on further splits of the rows that are not
-test rows, each to the round it was best at. These splits decide: settings and rounds were chosen on the
-first one, which flatters methods with many of them.
+test rows, each to the round it was best at. These splits decide, by loss, then by metric, then by simplicity:
+settings and rounds were chosen on the first one, which flatters methods with many of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from coterie.algorithms import Algorithm
 from coterie.errors import CoterieError, SettingError
 from coterie.federation.federation import Federation
+from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
 from coterie.runs.fit import Contestant
 from coterie.runs.folds import can_fold, folds
 from coterie.runs.history import interval, mean_over_clients
@@ -122,6 +123,8 @@ class Race:
     ) -> None:
         self.fed, self.rounds, self.limit = fed, rounds, limit
         self.budget_mb, self.watch = budget_mb, watch
+        self.metric = main_metric(fed.model.task)
+        self.sign = 1.0 if HIGHER_IS_BETTER[self.metric] else -1.0
         self.everybody: list[Entrant] = []
         self.finalists: list[Entrant] = []
         self.refused: list[str] = []
@@ -227,21 +230,29 @@ class Race:
         return asked
 
     def _winner(self) -> Entrant:
-        """The lowest loss on rows held out, unless a simpler method is as good as one can tell."""
+        """By loss, then by the metric that people read, then by simplicity, on rows held out.
+
+        Of those whose loss is not clearly above the lowest the one with the best metric wins, unless a simpler method
+        is as good as one can tell.
+        """
         judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
-        best = min(judged, key=Entrant.held_out_loss)
+        lowest = min(judged, key=Entrant.held_out_loss)
+        equal = [entrant for entrant in judged if entrant.scores and not clearly(lowest, entrant)] or [lowest]
+        best = max(equal, key=self._merit)
         for name in SIMPLEST:
             if name == best.algorithm.name:
                 break
-            rival = min(
-                (e for e in judged if e.algorithm.name == name), key=Entrant.held_out_loss, default=None
-            )
-            if rival is None or not rival.scores:
+            rival = max((e for e in equal if e.algorithm.name == name), key=self._merit, default=None)
+            if rival is None:
                 continue
-            worse = _difference(rival, best)
+            worse = self.sign * _difference(best, rival, self.metric)
             if len(worse) > 2 and float(worse.mean()) < ROBUST * float(worse.std()) / math.sqrt(len(worse)):
                 return rival
         return best
+
+    def _merit(self, entrant: Entrant) -> tuple[float, float]:
+        """The metric, so that more is better, and among equals the loss."""
+        return self.sign * mean_over_clients(entrant.validation(self.metric)), -entrant.held_out_loss()
 
     def alone(self) -> Entrant | None:
         """The best settings of training alone in the last heat."""
@@ -280,10 +291,10 @@ def clearly(better: Entrant, worse: Entrant) -> bool:
     return low is not None and low > 0
 
 
-def _difference(one: Entrant, other: Entrant) -> Tensor:
-    """Losses per client of one less those of the other, on the same rows."""
+def _difference(one: Entrant, other: Entrant, metric: str = "loss") -> Tensor:
+    """Losses (or another metric) per client of one less those of the other, on the same rows."""
     checks = min(len(one.checks), len(other.checks))
-    gap = one.validation("loss", checks) - other.validation("loss", checks)
+    gap = one.validation(metric, checks) - other.validation(metric, checks)
     return gap[~gap.isnan()]
 
 

@@ -131,17 +131,33 @@ def test_gains_are_told_by_name() -> None:
     assert said.startswith("Every client is as well off or better: 0.1") and "in rmse" in said
 
 
+def finalist(name: str, values: torch.Tensor, metric: torch.Tensor | None = None) -> Entrant:
+    return entrant(name, loss=values.tolist(), rmse=(values if metric is None else metric).tolist())
+
+
 def test_a_simpler_method_wins_a_draw() -> None:
     race = Race(world(20, 0.0), 9)
     values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
     wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
-    ditto = entrant("ditto", loss=values.tolist())
-    as_good = entrant("fedavg", loss=(values + wide + 0.01).tolist())
+    ditto = finalist("ditto", values)
+    as_good = finalist("fedavg", values + wide + 0.01)
     race.finalists = [ditto, as_good]
     assert race._winner() is as_good
-    worse = entrant("fedavg", loss=(values + 1e-4 * wide + 0.01).tolist())
+    worse = finalist("fedavg", values + 1e-4 * wide + 0.01)
     race.finalists = [ditto, worse]
     assert race._winner() is ditto
+
+
+def test_the_metric_decides_among_losses_that_cannot_be_told_apart() -> None:
+    """A better metric wins over a lower loss within chance, and never over a loss that is clearly lower."""
+    race = Race(world(20, 0.0), 9)
+    values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
+    wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+    cobo, ifca = finalist("cobo", values, values), finalist("ifca", values + wide + 0.01, values - 0.2)
+    race.finalists = [cobo, ifca]
+    assert race._winner() is ifca
+    race.finalists = [cobo, finalist("ifca", values + 0.01 * wide + 0.1, values - 0.2)]
+    assert race._winner() is cobo
 
 
 STEPS = [("fedavg", 0.75, 0.2), ("fedavg", 0.03, 0.5), ("local", 0.375, 0.6), ("local", 0.01, 0.7)]
@@ -264,7 +280,8 @@ def test_splits_on_which_nothing_was_chosen_decide() -> None:
     race = Race(world(20, 0.0), 9)
     lucky, steady = entrant("ditto", loss=[0.1] * 4), entrant("ifca", loss=[0.2] * 4)
     for one, loss in ((lucky, 0.5), (steady, 0.3)):
-        one.checks = [{"loss": torch.tensor([loss, loss + 0.1, loss, loss - 0.1])}] * 2
+        values = torch.tensor([loss, loss + 0.1, loss, loss - 0.1])
+        one.checks = [{"loss": values, "rmse": values}] * 2
     race.finalists = [lucky, steady, entrant("cobo", loss=[0.05] * 4)]
     assert race._winner() is steady
 
