@@ -45,6 +45,18 @@ def test_precision_and_compilation_are_part_of_the_description() -> None:
     assert (again.precision, again.compiled) == ("bf16", True)
 
 
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet9"])
+def test_a_compiler_sees_a_network_as_one_graph(name: str) -> None:
+    options = {"mlp": {"hidden": (3,)}, "cnn": {"channels": (2,), "hidden": 3}, "resnet9": {"width": 2}}
+    x, y = torch.randn(4, 1, 8, 8), torch.arange(4) % 3
+    model = getattr(models, name)(**options[name], classes=3, precision="bf16").fit_to(x, y)
+    w = model.initial(0, torch.float32).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch._dynamo.explain(model._objective)(w, x, y, torch.full((4,), 0.25))
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 def test_compiled_gradients_equal_plain_ones(net, stacked: bool) -> None:
