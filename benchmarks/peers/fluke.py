@@ -41,6 +41,13 @@ def prepare(problem: Problem) -> Run:
             self.tensors, self.size = (x[drawn], y[drawn]), len(drawn)
             return super().__iter__()
 
+        def __next__(self) -> Any:
+            try:
+                return super().__next__()
+            except StopIteration:
+                self.size = len(rows.of[self.client][1])  # by which the server weighs
+                raise
+
         def __len__(self) -> int:
             return problem.steps
 
