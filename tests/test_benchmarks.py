@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks import __main__ as main
 from benchmarks.__main__ import RESULTS
 from benchmarks.environments import ALL
 from benchmarks.race import difference
 from benchmarks.scaling import CURVES, plot, slope
+from benchmarks.table import _about
 from benchmarks.workloads import WORKLOADS, as_module, describe, ragged
 from coterie import fit, models
 from coterie.algorithms import make
@@ -66,3 +70,36 @@ def test_peers_have_drivers_pins_and_known_workloads() -> None:
         assert peer.runs == () or peer.driver.exists()
         if peer.environment is not None:
             assert all(re.fullmatch(r"\S+==\S+", line) for line in peer.pins.read_text().split())
+
+
+@pytest.mark.parametrize(("now", "code"), [(10.0, 0), (8.1, 0), (7.9, 1)])
+def test_check_ends_with_1_where_a_fifth_is_lost(
+    now: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tries, against the ratios that were recorded."""
+    record = tmp_path / "speed.json"
+    line = {"ratio": 10.0, "ratio_least": 10.0}
+    record.write_text(json.dumps({"workloads": {"W1": {"peers": {"ours": {}, "loop": line}}}}))
+    tries = []
+
+    def race(work: Any, peers: Any, repeats: int, seconds: float) -> dict[str, Any]:
+        tries.append(work.name)
+        return {"peers": {"ours": {}, "loop": {"ratio": now, "ratio_least": now - 1}}}
+
+    monkeypatch.setattr(main, "RECORD", record)
+    monkeypatch.setattr(main, "race", race)
+    assert main.check(argparse.Namespace(only=None, repeats=3, seconds=1.0)) == code
+    assert tries == ["W1"] * (3 if code else 1)
+
+
+def test_the_fastest_of_each_kind_is_named() -> None:
+    peers = {
+        "ours": {"ratio": 1.0},
+        "loop": {"ratio": 9.0},
+        "fedlab": {"ratio": 20.0},
+        "fluke": {"failed": "differs"},
+        "fedjax": {"ratio": 5.0},
+    }
+    text = _about("W1", {"title": "FedAvg", "date": "2026-11-16", "load": 0.0, "peers": peers})
+    expected = "PyTorch library 20.0, PyTorch with ready-made minibatches 9.0, JAX 5.0."
+    assert text.endswith(expected)
