@@ -34,7 +34,9 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for name, shares in result["shares"].items():
         parts = ", ".join(f"{100 * value:.0f} % {what}" for what, value in shares.items())
-        lines.append(f"{name} runs at {parts} (its fastest round).")
+        lines.append(
+            f"{name} runs at {parts} (its fastest round, counted as the products of the plain algorithm)."
+        )
     lines += [f"Not run: {BY_NAME[peer].title}: {why}." for peer, why in result["missing"].items()]
     return "\n".join(lines) + "\n"
 
