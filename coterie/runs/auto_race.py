@@ -232,12 +232,12 @@ class Race:
     def _winner(self) -> Entrant:
         """By loss, then by the metric that people read, then by simplicity, on rows held out.
 
-        Of those whose loss is not clearly above the lowest the one with the best metric wins, unless a simpler method
-        is as good as one can tell.
+        Of those whose loss is within a standard error of the lowest the one with the best metric wins, unless a simpler
+        method is as good as one can tell.
         """
         judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
         lowest = min(judged, key=Entrant.held_out_loss)
-        equal = [entrant for entrant in judged if entrant.scores and not clearly(lowest, entrant)] or [lowest]
+        equal = [entrant for entrant in judged if entrant.scores and _near(lowest, entrant)] or [lowest]
         best = max(equal, key=self._merit)
         for name in SIMPLEST:
             if name == best.algorithm.name:
@@ -289,6 +289,12 @@ def clearly(better: Entrant, worse: Entrant) -> bool:
     """Whether the loss on rows held out is lower by more than chance between clients (95 %)."""
     low, _ = interval(_difference(worse, better))
     return low is not None and low > 0
+
+
+def _near(lowest: Entrant, entrant: Entrant) -> bool:
+    """Whether the loss on rows held out is above the lowest by no more than a standard error between clients."""
+    gap = _difference(entrant, lowest)
+    return entrant is lowest or (len(gap) > 2 and float(gap.mean()) <= float(gap.std()) / math.sqrt(len(gap)))
 
 
 def _difference(one: Entrant, other: Entrant, metric: str = "loss") -> Tensor:

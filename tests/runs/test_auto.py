@@ -149,7 +149,7 @@ def test_a_simpler_method_wins_a_draw() -> None:
 
 
 def test_the_metric_decides_among_losses_that_cannot_be_told_apart() -> None:
-    """A better metric wins over a lower loss within chance, and never over a loss that is clearly lower."""
+    """A better metric wins over a loss lower by less than a standard error, and over no other."""
     race = Race(world(20, 0.0), 9)
     values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
     wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
@@ -158,6 +158,10 @@ def test_the_metric_decides_among_losses_that_cannot_be_told_apart() -> None:
     assert race._winner() is ifca
     race.finalists = [cobo, finalist("ifca", values + 0.01 * wide + 0.1, values - 0.2)]
     assert race._winner() is cobo
+    error = float(wide.std()) / 8**0.5
+    for errors, winner in ((0.9, "ifca"), (1.1, "cobo")):
+        race.finalists = [cobo, finalist("ifca", values + wide + errors * error, values - 0.2)]
+        assert race._winner().algorithm.name == winner
 
 
 STEPS = [("fedavg", 0.75, 0.2), ("fedavg", 0.03, 0.5), ("local", 0.375, 0.6), ("local", 0.01, 0.7)]
