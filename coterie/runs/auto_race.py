@@ -232,13 +232,13 @@ class Race:
     def _winner(self) -> Entrant:
         """By loss, then by the metric that people read, then by simplicity, on rows held out.
 
-        Of those whose loss is within a standard error of the lowest the one with the best metric wins, unless a simpler
-        method is as good as one can tell.
+        The lowest loss wins, unless a metric is better by more than a standard error where the loss is not worse by
+        one, or a simpler method is as good as one can tell.
         """
         judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
         lowest = min(judged, key=Entrant.held_out_loss)
         equal = [entrant for entrant in judged if entrant.scores and _near(lowest, entrant)] or [lowest]
-        best = max(equal, key=self._merit)
+        best = max([e for e in equal if e is lowest or self._ahead(e, lowest)] or equal, key=self._merit)
         for name in SIMPLEST:
             if name == best.algorithm.name:
                 break
@@ -249,6 +249,11 @@ class Race:
             if len(worse) > 2 and float(worse.mean()) < ROBUST * float(worse.std()) / math.sqrt(len(worse)):
                 return rival
         return best
+
+    def _ahead(self, entrant: Entrant, other: Entrant) -> bool:
+        """Whether the metric is better by more than a standard error between clients."""
+        gain = self.sign * _difference(entrant, other, self.metric)
+        return len(gain) > 2 and float(gain.mean()) > float(gain.std()) / math.sqrt(len(gain))
 
     def _merit(self, entrant: Entrant) -> tuple[float, float]:
         """The metric, so that more is better, and among equals the loss."""

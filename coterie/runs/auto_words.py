@@ -36,8 +36,8 @@ def reasons(race: Race, winner: Entrant, advice: Advice | None) -> tuple[list[st
     if best is not winner:
         lines.append(
             f"The lowest validation loss is that of {best.algorithm.name}, {best.held_out_loss():.4g}, less than a "
-            f"standard error below the {winner.held_out_loss():.4g} of {winner.algorithm.name}; of such methods the "
-            f"one with the best {metric} is chosen, or a simpler one that is as good as one can tell."
+            f"standard error below the {winner.held_out_loss():.4g} of {winner.algorithm.name}, which has the better "
+            f"{metric} or is simpler and as good as one can tell."
         )
     if winner.algorithm.name == "local" or alone is None:
         others = [e for e in race.finalists if e.algorithm.name != "local" and e.scores]

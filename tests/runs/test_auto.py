@@ -149,7 +149,7 @@ def test_a_simpler_method_wins_a_draw() -> None:
 
 
 def test_the_metric_decides_among_losses_that_cannot_be_told_apart() -> None:
-    """A better metric wins over a loss lower by less than a standard error, and over no other."""
+    """A metric better by a standard error wins over a loss lower by less than one, and nothing else does."""
     race = Race(world(20, 0.0), 9)
     values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
     wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
@@ -161,6 +161,9 @@ def test_the_metric_decides_among_losses_that_cannot_be_told_apart() -> None:
     error = float(wide.std()) / 8**0.5
     for errors, winner in ((0.9, "ifca"), (1.1, "cobo")):
         race.finalists = [cobo, finalist("ifca", values + wide + errors * error, values - 0.2)]
+        assert race._winner().algorithm.name == winner
+    for errors, winner in ((0.9, "cobo"), (1.1, "ifca")):
+        race.finalists = [cobo, finalist("ifca", values + wide + 0.01, values + wide - errors * error)]
         assert race._winner().algorithm.name == winner
 
 
