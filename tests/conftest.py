@@ -85,6 +85,15 @@ def _write_table(path: Path, kind: str, count: int = 160) -> Path:
     return path
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch has two threads, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def write_table() -> WriteTable:
     """`write_table(path, "binary" | "multiclass" | "regression")`: CSV, CSV.gz or Parquet by its name."""

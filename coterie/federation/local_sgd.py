@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.federation import randomness
 from coterie.models import span
+from coterie.runtime.workers import workers
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch
@@ -43,8 +44,6 @@ def _by_turns(
     client: Client, x: Tensor, lr: float, numbers: Sequence[int], pull: float, towards: Tensor | None
 ) -> Tensor:
     """All steps of a client, then those of the next: as many clients side by side as torch has threads."""
-    from coterie.runtime.shard import workers
-
     model, rows = client._shard.model, client._shard.train
     drawn, weight, keys = _drawn(client, numbers)
     ends = torch.empty(x.shape, dtype=x.dtype)

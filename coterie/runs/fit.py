@@ -253,7 +253,7 @@ def _advance(
     while progress.round < until:
         before = progress.round
         last = min(until, *(_next(before, n) for n in (every, clock.every, LEAP) if n))
-        if stride == 1 or before == 0:
+        if stride == 1 or before == 0:  # the first round measures how networks are computed
             _move(fed, algorithm, progress, last)
         else:
             last = min(last, before + stride)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +28,7 @@ from coterie.models.base import Model
 from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
 from coterie.runtime.store import Store
+from coterie.runtime.workers import workers
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
 CACHED_ELEMENTS = 1 << 20  # the same for minibatches in closed form: what stays in the processor's cache
@@ -101,9 +100,7 @@ class Shard:
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
         self.workers = 1  # stacks computed side by side
-        self.unread: list[Tensor] | None = (
-            None  # sums of answers that nobody has looked at yet; None: look at once
-        )
+        self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
         self._statistics: Any = None
         self._descent: Descent | None = None
 
@@ -374,26 +371,6 @@ class Shard:
             for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
                 whole[slice(None) if place is None else place] = part
         return tuple(parts)
-
-
-@functools.lru_cache(maxsize=1)
-def workers(count: int) -> ThreadPoolExecutor:
-    """Threads that compute stacks side by side, each alone in its operations."""
-    before, ready = torch.get_num_threads(), threading.Barrier(count)
-
-    def alone() -> None:
-        torch.set_num_threads(1)
-        ready.wait()
-
-    pool = ThreadPoolExecutor(count, thread_name_prefix="stack")
-    for started in [pool.submit(alone) for _ in range(count)]:
-        started.result()
-    torch.set_num_threads(before)
-    return pool
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
 
 
 def visit_keys(seed: int, call: Call, ids: Tensor, nth: Tensor | None) -> Tensor:

@@ -6,7 +6,6 @@ The bits are the same where the ends of vectors fall on the same places of the p
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,7 @@ from coterie import Federation, fit
 from coterie.algorithms import make
 from coterie.errors import CoterieError
 from coterie.runtime import shard
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+from coterie.runtime.workers import workers
 
 
 def federation(clients: int = 13, features: int = 8) -> Federation:
@@ -81,8 +73,8 @@ def test_small_work_and_full_batches_have_no_workers() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_makes_workers_of_its_own() -> None:
-    shard.workers(2)
+    workers(2)
     child = os.fork()
     if child == 0:
-        os._exit(shard.workers.cache_info().currsize)
+        os._exit(workers.cache_info().currsize)
     assert os.waitpid(child, 0)[1] == 0

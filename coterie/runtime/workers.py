@@ -1,0 +1,30 @@
+"""Threads that compute clients side by side."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+
+@functools.lru_cache(maxsize=1)
+def workers(count: int) -> ThreadPoolExecutor:
+    """Threads that compute stacks side by side, each alone in its operations."""
+    before, ready = torch.get_num_threads(), threading.Barrier(count)
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="stack")
+    for started in [pool.submit(alone) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(before)
+    return pool
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
