@@ -183,15 +183,24 @@ def test_misfits_are_named() -> None:
         _ = models.cnn().d
 
 
-def test_group_norm_keeps_the_precision_it_is_given() -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+        ),
+    ],
+)
+def test_group_norm_keeps_the_precision_it_is_given(device: str) -> None:
     torch.manual_seed(0)
-    norm, x = GroupNorm(2, 6), torch.randn(4, 6, 5, 5) * 3 + 1
+    norm, x = GroupNorm(2, 6).to(device), (torch.randn(4, 6, 5, 5) * 3 + 1).to(device)
     with torch.no_grad():
         norm.weight.uniform_(0.5, 2.0)
         norm.bias.normal_()
     usual = torch.nn.functional.group_norm(x, 2, norm.weight, norm.bias)
     assert torch.equal(norm(x), usual)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         rough = norm(x.bfloat16())
     assert rough.dtype == torch.bfloat16
     torch.testing.assert_close(rough.float(), usual, rtol=0.03, atol=0.03)

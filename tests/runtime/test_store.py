@@ -66,3 +66,16 @@ def test_one_client_on_disk(at):
     store.write("v", at, torch.ones(*at.shape, 4))
     assert store.columns["v"].on_disk
     assert store.read("v", at).shape == (*at.shape, 4)
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_what_is_held_stays_as_it_was_and_can_be_put_back(memory):
+    store, some = Store(3, memory), torch.tensor([1, 2])
+    store.write("v", some, torch.tensor([[1.0], [2.0]]))
+    held = store.held()
+    store.write("v", torch.tensor([0, 2]), torch.tensor([[5.0], [6.0]]))
+    assert torch.equal(held["v"].read(some), torch.tensor([[1.0], [2.0]]))
+    store.columns = held
+    assert torch.equal(store.read("v", some), torch.tensor([[1.0], [2.0]]))
+    with pytest.raises(KeyError):
+        store.read("v", torch.tensor([0]))
