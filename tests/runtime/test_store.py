@@ -73,7 +73,8 @@ def test_what_is_held_stays_as_it_was_and_can_be_put_back(memory):
     store, some = Store(3, memory), torch.tensor([1, 2])
     store.write("v", some, torch.tensor([[1.0], [2.0]]))
     held = store.held()
-    store.write("v", torch.tensor([0, 2]), torch.tensor([[5.0], [6.0]]))
+    for client in (2, 0):
+        store.write("v", torch.tensor([client]), torch.tensor([[5.0]]))
     assert torch.equal(held["v"].read(some), torch.tensor([[1.0], [2.0]]))
     store.columns = held
     assert torch.equal(store.read("v", some), torch.tensor([[1.0], [2.0]]))
