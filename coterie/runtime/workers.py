@@ -16,6 +16,7 @@ def workers(count: int) -> ThreadPoolExecutor:
     before, ready = torch.get_num_threads(), threading.Barrier(count)
 
     def alone() -> None:
+        torch.get_num_threads()  # the first look takes the number of the thread that asks for workers
         torch.set_num_threads(1)
         ready.wait()
 

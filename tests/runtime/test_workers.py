@@ -71,6 +71,16 @@ def test_small_work_and_full_batches_have_no_workers() -> None:
     assert fed.runtime.workers == 1
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_a_worker_is_alone_in_its_operations() -> None:
+    workers.cache_clear()
+    pool = workers(2)
+    torch.set_num_threads(2)
+    for _ in range(4):  # torch gives a thread its number of threads at its first operation
+        assert pool.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_makes_workers_of_its_own() -> None:
     workers(2)
