@@ -19,6 +19,7 @@ from coterie.models import chain
 from coterie.models.accelerate import PRECISIONS, computing_in
 from coterie.models.base import Model, dot
 from coterie.models.checks import check_behaviour, check_module
+from coterie.models.layered import Layered
 from coterie.models.predictor import NetworkPredictor
 from coterie.models.skeleton import Skeleton
 from coterie.models.solve import largest_curvature, pulled_lbfgs
@@ -130,6 +131,9 @@ class Network(Model):
         self, w: Tensor, batches: Iterable[Batch], lr: float, pull: float = 0.0, towards: Tensor | None = None
     ) -> Tensor:
         """Every parameter is moved in its place, so that a step reads and writes no more than it must."""
+        if self._layered is not None:
+            rows = ((batch.x, self._residuals(batch.y, batch.weight.to(w.dtype))) for batch in batches)
+            return self._layered.descend(w, rows, lr, self.l2, pull, towards)
         w = w.clone()
         leaves = [part.detach().requires_grad_() for part in self.skeleton.parts(w)]
         middle = self.skeleton.parts(towards) if towards is not None and pull else None
@@ -241,17 +245,26 @@ class Network(Model):
 
     def _written_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """The gradient of `_chained` without a graph."""
+        return chain.gradients(self.skeleton, w, x, self._residuals(y, weight, axis=-2))
+
+    def _own_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of `_objective` without a graph."""
+        assert self._layered is not None
+        return self._layered.gradient(w, x, self._residuals(y, weight))
+
+    def _residuals(self, y: Tensor, weight: Tensor, axis: int = -1) -> Callable[[Tensor], Tensor]:
+        """Outputs, which are on this axis -> derivatives of the weighted losses in them."""
+        y, weight = y.unsqueeze(axis), weight.unsqueeze(axis)
 
         def residuals(scores: Tensor) -> Tensor:
             if self.task == "multiclass":
-                hit = y.long().unsqueeze(-2)
-                gap = torch.softmax(scores, -2)
-                gap.scatter_add_(-2, hit, gap.new_full((), -1.0).expand(hit.shape))
+                gap = torch.softmax(scores, axis)
+                gap.scatter_add_(axis, y.long(), gap.new_full((), -1.0).expand(y.shape))
             else:
-                gap = (torch.sigmoid(scores) if self.task == "binary" else scores) - y.unsqueeze(-2)
-            return gap.mul_(weight.unsqueeze(-2))
+                gap = (torch.sigmoid(scores) if self.task == "binary" else scores) - y
+            return gap.mul_(weight)
 
-        return chain.gradients(self.skeleton, w, x, residuals)
+        return residuals
 
     def _exact(self) -> Network:
         """The same network at full precision, for what would drown in rounding."""
@@ -261,7 +274,7 @@ class Network(Model):
     def _ways(self) -> Ways:
         exact = replace(self, precision="full", compiled=False)._ways if self.compiled else None
         chained = isinstance(self.criterion, str) and not self.tokens and self.skeleton.layers is not None
-        written = chained and chain.known(self.skeleton) and self.precision == "full" and not self.compiled
+        written = chained and chain.known(self.skeleton) and self._layered is not None
         return Ways(
             self._objective,
             lambda: self._bytes_per_row,
@@ -270,7 +283,14 @@ class Network(Model):
             self.decisions,
             self._chained if chained else None,
             self._written_gradient if written else None,
+            self._own_gradient if self._layered is not None else None,
         )
+
+    @functools.cached_property
+    def _layered(self) -> Layered | None:
+        """The gradient of one client without a graph, where it can be written out."""
+        plain = isinstance(self.criterion, str) and self.precision == "full" and not self.compiled
+        return Layered(self.skeleton) if plain and Layered.knows(self.skeleton) else None
 
     @functools.cached_property
     def _bytes_per_row(self) -> int:

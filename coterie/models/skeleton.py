@@ -42,7 +42,7 @@ class Skeleton:
         """The same with the trainable parameters one by one."""
         if self._images and not unrolled and parts[0].device.type == "cpu":
             try:
-                return self._applied([_channels_last(part) for part in parts], x)
+                return self._applied([channels_last(part) for part in parts], x)
             except RuntimeError:  # a module that asks for its own order of memory, with .view
                 self._images = False
         return self._applied(parts, x, unrolled)
@@ -65,16 +65,22 @@ class Skeleton:
     @functools.cached_property
     def layers(self) -> list[nn.Module] | None:
         """The layers of a chain of nn.Linear and activations, which needs no vmap; None for other modules."""
-        layers = list(_unnested(self.module))
+        layers = self.sequence or []
         plain = [layer for layer in layers if not isinstance(layer, nn.Flatten)]
         known = all(type(layer) in (nn.Linear, *ELEMENTWISE) for layer in plain)
         flattens = [at for at, layer in enumerate(layers) if isinstance(layer, nn.Flatten)]
         starts = flattens in ([], [0]) and all(
             (layer.start_dim, layer.end_dim) == (1, -1) for layer in layers if isinstance(layer, nn.Flatten)
         )
+        return plain if plain and known and starts else None
+
+    @functools.cached_property
+    def sequence(self) -> list[nn.Module] | None:
+        """The layers of nested nn.Sequential in their order, all of whose parameters are trained; None for others."""
+        layers = list(_unnested(self.module))
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
-        trains = len(self.names) == sum(len(list(layer.parameters())) for layer in plain) > 0
-        return plain if known and starts and trains and not hooked else None
+        trains = len(self.names) == sum(len(list(layer.parameters())) for layer in layers)
+        return layers if trains and not hooked else None
 
     def chained(self, w: Tensor, x: Tensor) -> Tensor:
         """Outputs [k, B, outputs] of a chain of `layers` for a stack of clients, w [k, d] and x [k, B, ...].
@@ -139,7 +145,7 @@ class Skeleton:
                 yield name, parameter
 
 
-def _channels_last(part: Tensor) -> Tensor:
+def channels_last(part: Tensor) -> Tensor:
     """Weights of a convolution in the order in which a processor convolves and pools fastest, others as they are."""
     return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
 

@@ -31,7 +31,7 @@ class Ways:
 
     `stacked` is True, False or "auto"; `exact`, the same at full precision, turns on compiling and is what compiled
     code is judged by; `decisions` remembers what was measured; `summed` is the sum of the objectives of a stack, where
-    the module allows it without vmap, and `written` its gradient where it needs no graph.
+    the module allows it without vmap, `written` its gradient where it needs no graph, and `alone` that of one client.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Ways:
         decisions: dict[str, str],
         summed: Objective | None = None,
         written: Callable[..., Tensor] | None = None,
+        alone: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.written = written
+        self.written, self.alone = written, alone
         self.objective, self.bytes_per_row, self.summed = objective, bytes_per_row, summed
         self.stacked, self.decisions, self.compiles = stacked, decisions, exact is not None
         self.captured = Captured(self._whole_gradient)
@@ -112,6 +113,8 @@ class Ways:
 
     def _whole_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
         """One client, all rows at once."""
+        if self.alone is not None and w.device.type == "cpu":
+            return self.alone(w, *rows)
         with torch.enable_grad():
             leaf = w.detach().requires_grad_()
             value = self._value(leaf, *rows)
