@@ -251,6 +251,8 @@ class Shard:
         if self._draws(call.algorithm.batch) and self.workers > 1:
             keys()  # so that no two workers make them
             step = min(step, math.ceil(count / self.workers))
+        stacks = max(1, math.ceil(count / step))
+        step = max(1, math.ceil(count / stacks))  # equal stacks: nobody waits for a longer one
         if count <= step and not self.loop:
             yield visits.at, client(visits.at, slice(None)), slice(None)
             return
