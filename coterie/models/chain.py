@@ -1,6 +1,6 @@
 """Gradients of a stack of chains of linear layers and activations (MLPs), written out: no graph is built.
 
-Rows are the last axis inside, [k, width, B]: with that layout all products run at full speed.
+Values are [k, B, width], in memory with the longer of the two last axes at the end: products are fastest so.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, residuals: Callable[[Ten
         part.unflatten(-1, shape)
         for part, shape in zip(w.split(skeleton.sizes, -1), skeleton.shapes, strict=True)
     ]
-    values, at = [x.to(w.dtype).flatten(2).mT], 0
+    values, at = [x.to(w.dtype).flatten(2)], 0
     for layer in skeleton.layers:
         if not isinstance(layer, nn.Linear):
             values.append(layer(values[-1]))
-        elif layer.bias is None:
-            values.append(parts[at] @ values[-1])
-            at += 1
-        else:
-            values.append(torch.baddbmm(parts[at + 1].unsqueeze(-1), parts[at], values[-1]))
-            at += 2
-    slope = residuals(values.pop())
+            continue
+        bias = None if layer.bias is None else parts[at + 1]
+        values.append(_product(values[-1], parts[at].mT, bias))
+        at += 1 if bias is None else 2
+    slope = residuals(values.pop().mT).mT
     pieces: list[Tensor] = []
     for place in reversed(range(len(skeleton.layers))):
         layer, inputs = skeleton.layers[place], values[place]
@@ -55,9 +53,17 @@ def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, residuals: Callable[[Ten
             slope = SLOPES[type(layer)](slope, outputs)
             continue
         if layer.bias is not None:
-            pieces.append(slope.sum(-1))
-        at -= 2 if layer.bias is not None else 1
-        pieces.append((slope @ inputs.mT).flatten(-2))
+            pieces.append(slope.sum(-2))
+        at -= 1 if layer.bias is None else 2
+        pieces.append((slope.mT @ inputs).flatten(-2))
         if at:
-            slope = parts[at].mT @ slope
+            slope = _product(slope, parts[at])
     return torch.cat(pieces[::-1], -1)
+
+
+def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left [k, B, n] times right [k, n, width], plus bias [k, width], with the longer axis last in memory."""
+    if right.shape[-1] >= left.shape[-2]:
+        return left @ right if bias is None else torch.baddbmm(bias.unsqueeze(-2), left, right)
+    left, right = left.mT, right.mT
+    return (right @ left if bias is None else torch.baddbmm(bias.unsqueeze(-1), right, left)).mT

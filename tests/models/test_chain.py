@@ -28,10 +28,11 @@ def by_autograd(model: Network, w: torch.Tensor, *rows: torch.Tensor) -> torch.T
     return torch.stack(slopes)
 
 
+@pytest.mark.parametrize("hidden", [(6, 5), (9, 8), (9, 5, 7)])  # narrower and wider than there are rows
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_stacked_equals_one_after_the_other(activation: str) -> None:
+def test_stacked_equals_one_after_the_other(activation: str, hidden: tuple[int, ...]) -> None:
     x, y, weight = rows()
-    model = models.mlp(hidden=(6, 5), activation=activation, stacked=True).fit_to(
+    model = models.mlp(hidden=hidden, activation=activation, stacked=True).fit_to(
         x.flatten(0, 1), y.flatten()
     )
     w = torch.randn(5, model.d, dtype=torch.float64)
