@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 SMALL = 1 << 20  # elements below which scikit-learn gets one thread
+FEW = 4  # dimensions per point, and points per pass of a centre, with which their inner products cost less than passes
 REST = 0.1  # of the standard error of a ball's mean: what is left of the way then adds 1 % to its variance
 
 
@@ -105,22 +106,25 @@ def threshold_cluster(
     kept = kept - centre
     weights, pool = _starting_weights(kept, k, starts, start_weights, finite, centre, lloyd, tries, seed)
     rule = make_rule(rule, len(weights), count) if isinstance(rule, str) else rule
-    squares = (kept * kept).sum(1)
-    centres = weights @ pool
+    places = _coordinates(pool, products=len(weights) * (rounds + 1))
+    near = places[:count]
+    squares = (near * near).sum(1)
+    centres = weights @ places
     moved = torch.zeros_like(centres[:, 0])
     passed = 0
     for step in range(rounds):
-        balls, _, distances = _balls(centres, kept, squares, rule, step)
+        balls, _, distances = _balls(centres, near, squares, rule, step)
         inside = balls.to(weights.dtype)
         sizes = inside.sum(1)
         weights = weights * (1 - sizes / count).unsqueeze(1)
         weights[:, :count] += inside / count
-        before, centres = centres, weights @ pool
+        before, centres = centres, weights @ places
         moved = torch.linalg.vector_norm(centres - before, dim=1)
         passed = step + 1
         if rest and _resting(moved, sizes, (inside * distances**2).sum(1), count, rest):
             break
-    balls, radius, distances = _balls(centres, kept, squares, rule, passed)
+    balls, radius, distances = _balls(centres, near, squares, rule, passed)
+    centres = weights @ pool
     return Clustering(
         centres=(centres + centre).to(given.dtype) if given.is_floating_point() else centres + centre,
         membership=_spread(distances.argmin(0), finite, -1),
@@ -237,6 +241,17 @@ def _starting_weights(
     if k is None:
         raise SettingError("say how many clusters: k=..., or where the centres start: starts=...")
     return seed_weights(kept, k, lloyd=lloyd, tries=tries, seed=seed), kept
+
+
+def _coordinates(points: Tensor, products: int) -> Tensor:
+    """The points in axes of their own span, where they are few beside dimensions and `products` with all of them.
+
+    Distances stay, and passes no longer read whole points.
+    """
+    if len(points) * FEW > points.shape[1] or len(points) > FEW * products:
+        return points
+    squares, axes = torch.linalg.eigh(points @ points.T)
+    return axes * squares.clamp_(min=0).sqrt_()
 
 
 def _lloyd(weights: Tensor, points: Tensor, squares: Tensor) -> Tensor:

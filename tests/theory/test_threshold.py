@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from coterie.errors import SettingError
+from coterie.theory import threshold
 from coterie.theory.threshold import (
     Auto,
     Fixed,
@@ -272,3 +273,19 @@ def test_ten_thousand_points_take_less_than_five_seconds():
         torch.set_num_threads(threads)
     assert took < 5.0, f"{took:.1f} s"
     assert found.centres.shape == (20, 1000)
+
+
+@pytest.mark.parametrize("rule", ["auto", "size", "halfgap"])
+def test_few_points_in_many_dimensions_are_clustered_as_their_images_in_few(rule: str) -> None:
+    """A rotation into 400 dimensions changes no distance, though there passes run on inner products."""
+    draw = torch.Generator().manual_seed(3)
+    points = torch.randn(12, 3, generator=draw, dtype=torch.float64)
+    points[6:] += 8
+    axes = torch.linalg.qr(torch.randn(400, 3, generator=draw, dtype=torch.float64)).Q
+    thin = threshold_cluster(points, starts=points[[0, 6]] + 0.3, rule=rule)
+    wide = threshold_cluster(points @ axes.T, starts=(points[[0, 6]] + 0.3) @ axes.T, rule=rule)
+    assert threshold._coordinates(points @ axes.T, products=18).shape == (12, 12)
+    assert torch.equal(wide.balls, thin.balls) and torch.equal(wide.membership, thin.membership)
+    torch.testing.assert_close(wide.weights, thin.weights)
+    torch.testing.assert_close(wide.centres, thin.centres @ axes.T)
+    torch.testing.assert_close(wide.radius, thin.radius)
