@@ -105,7 +105,11 @@ class Rows:
         Yields (positions in the stack, batch); the positions are None when one group holds the whole
         stack. Weights sum to one per client and are zero on padding.
         """
-        if at is not None:
+        if at is not None and self._holds(at):
+            ((_, everyone),) = self._cache["all"]
+            parts = (everyone.x, everyone.y, everyone.weight)
+            yield None, Batch(*(part.index_select(0, at) for part in parts))
+        elif at is not None:
             yield from self._groups(at)
         elif self._cache or self._padded_size() <= CACHED_ELEMENTS:
             if "all" not in self._cache:
@@ -143,6 +147,11 @@ class Rows:
 
     def _padded_size(self) -> int:
         return 2 * len(self.x) * self._row_elements()
+
+    def _holds(self, at: Tensor) -> bool:
+        """Whether all rows of these clients are in the copy of everybody's, with no padding among them."""
+        fits = at.dim() == 1 and len(at) * self.largest * self._row_elements() <= PADDED_ELEMENTS
+        return fits and self.smallest == self.largest and len(self._cache.get("all", [])) == 1
 
     def _groups(self, at: Tensor | None) -> Iterator[tuple[Tensor | None, Batch]]:
         start, size = (self.start, self.size) if at is None else (self.start[at], self.size[at])

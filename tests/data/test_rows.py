@@ -41,6 +41,17 @@ def test_full_batches_hold_every_row_once(sizes, small):
         rows_module.PADDED_ELEMENTS = limit
 
 
+def test_clients_of_equal_size_are_taken_from_the_copy_of_everybody(monkeypatch):
+    rows, at = ragged([3, 3, 3, 3]), torch.tensor([2, 0, 2])
+    ((_, gathered),) = rows.full(at)
+    list(rows.full(None))
+    monkeypatch.setattr(Rows, "_groups", None)
+    ((place, taken),) = rows.full(at)
+    assert place is None
+    for name in ("x", "y", "weight"):
+        assert torch.equal(getattr(taken, name), getattr(gathered, name))
+
+
 def test_one_client_needs_no_leading_axis():
     rows = ragged([2, 3])
     ((place, batch),) = rows.full(torch.tensor(1))
