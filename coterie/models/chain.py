@@ -55,7 +55,7 @@ def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, residuals: Callable[[Ten
         if layer.bias is not None:
             pieces.append(slope.sum(-2))
         at -= 1 if layer.bias is None else 2
-        pieces.append((slope.mT @ inputs).flatten(-2))
+        pieces.append(torch.bmm(slope.mT, inputs).flatten(-2))
         if at:
             slope = _product(slope, parts[at])
     return torch.cat(pieces[::-1], -1)
@@ -64,6 +64,6 @@ def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, residuals: Callable[[Ten
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left [k, B, n] times right [k, n, width], plus bias [k, width], with the longer axis last in memory."""
     if right.shape[-1] >= left.shape[-2]:
-        return left @ right if bias is None else torch.baddbmm(bias.unsqueeze(-2), left, right)
+        return torch.bmm(left, right) if bias is None else torch.baddbmm(bias.unsqueeze(-2), left, right)
     left, right = left.mT, right.mT
-    return (right @ left if bias is None else torch.baddbmm(bias.unsqueeze(-1), right, left)).mT
+    return (torch.bmm(right, left) if bias is None else torch.baddbmm(bias.unsqueeze(-1), right, left)).mT
