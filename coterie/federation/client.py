@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from coterie.runtime.shard import Shard
 
 
+class Apart(Exception):
+    """A phase asks a stack for steps that are faster in smaller stacks side by side."""
+
+
 AHEAD = 4  # steps whose minibatches are drawn at once: small tensors cost their calls, not their numbers
 
 
@@ -71,9 +75,13 @@ class Client:
         keys: Callable[[], Tensor],
         batch: int,
         sealer: Sealer | None = None,
+        threads: int = 1,
     ) -> None:
         self._shard, self._at, self._make_keys, self._batch = shard, at, keys, batch
         self.sealer = sealer or Sealer()
+        self.threads = (
+            threads  # that compute parts of this stack side by side; `Apart` where that is not possible
+        )
         self._step = 0
         self._drawn: tuple[int, Batch] | None = None
         self._drawn_from = self._drawn_until = -1
@@ -87,8 +95,8 @@ class Client:
         return self._make_keys()
 
     @functools.cached_property
-    def _own(self) -> span.Own:
-        return span.Own(self._shard.train, self._at)
+    def _parts(self) -> list[span.Own]:
+        return span.parts(self._shard.train, self._at, self.threads)
 
     @functools.cached_property
     def _statistics(self) -> tuple[Tensor, ...] | None:
@@ -281,6 +289,8 @@ class Client:
 
     def _minibatch(self, again: bool = False) -> Batch:
         """The next minibatch, or `again` the last, which is not drawn twice."""
+        if self.threads > 1:
+            raise Apart
         self._step += not again
         if self._drawn is None or self._drawn[0] != self._step:
             rows, weight, keys = self._ahead()

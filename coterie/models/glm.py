@@ -152,8 +152,9 @@ class Glm(Model):
         """Losses [..., B] of scores [..., outputs, B]."""
         raise NotImplementedError
 
-    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
-        """Derivatives of the row losses in the scores; a new tensor [..., outputs, B]."""
+    @staticmethod
+    def _residuals(scores: Tensor, y: Tensor) -> Tensor:
+        """Derivatives of the row losses in the scores [..., outputs, B], which may be overwritten."""
         raise NotImplementedError
 
     def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
@@ -269,7 +270,8 @@ class Logistic(Glm):
     def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
         return scores * (2 * y - 1).unsqueeze(-2)
 
-    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+    @staticmethod
+    def _residuals(scores: Tensor, y: Tensor) -> Tensor:
         return torch.sigmoid(scores).sub_(y.unsqueeze(-2))
 
     def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
@@ -331,7 +333,8 @@ class Softmax(Glm):
         shape = (self.outputs, self.columns)
         return matrix.unflatten(-1, shape).unflatten(-3, shape)
 
-    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+    @staticmethod
+    def _residuals(scores: Tensor, y: Tensor) -> Tensor:
         residuals = torch.softmax(scores, -2)
         hit = y.long().unsqueeze(-2)
         return residuals.scatter_add_(-2, hit, residuals.new_full((), -1.0).expand(hit.shape))

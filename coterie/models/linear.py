@@ -89,7 +89,8 @@ class Linear(Glm):
     def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
         return 0.5 * (scores.squeeze(-2) - y.to(scores.dtype)).square()
 
-    def _residuals(self, scores: Tensor, y: Tensor) -> Tensor:
+    @staticmethod
+    def _residuals(scores: Tensor, y: Tensor) -> Tensor:
         return scores.sub_(y.unsqueeze(-2))
 
     def _bend(self, scores: Tensor, change: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ every step.
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeGuard
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from coterie.data.rows import Rows
 from coterie.models.base import Model
 from coterie.models.glm import Glm
-from coterie.models.ragged import combine_rows, score_rows, scripted
+from coterie.models.ragged import combine_rows, score_rows, score_together, scripted, stepper
+from coterie.runtime.workers import side_by_side
 
 FEWEST_PRODUCTS = (
     1 << 17
@@ -39,7 +41,7 @@ def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
 def descend(
     model: Glm,
     rows: Rows,
-    own: Own,
+    parts: list[Own],
     w: Tensor,
     drawn: Tensor,
     weight: Tensor,
@@ -47,62 +49,54 @@ def descend(
     pull: float = 0.0,
     towards: Tensor | None = None,
 ) -> Tensor:
-    """`w` [k, d] of the clients `own` after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch.
+    """`w` [k, d] of all clients after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch.
 
-    `drawn` [k, steps, B] are rows of the whole array and `weight` their weights.
+    `drawn` [k, steps, B] are rows of the whole array and `weight` their weights. Parts are computed side by side.
     """
-    count, steps, batch = drawn.shape
-    inside = drawn - own.start.view(-1, 1, 1)
-    packed = (inside + own.offset.view(-1, 1, 1)).flatten()
-
-    def drawn_scores(tables: Tensor) -> Tensor:
-        picked = own.scores(tables).index_select(1, packed)
-        return picked.view(-1, count, steps, batch).permute(2, 1, 0, 3)  # [steps, k, outputs, B]
-
-    tables = w.unflatten(-1, (model.outputs, model.columns))
-    scores = drawn_scores(tables)
-    centre = None
+    shape = (model.outputs, model.columns)
+    tables, centres = w.unflatten(-1, shape), None
     if towards is not None and pull:
-        centre = towards.unflatten(-1, (model.outputs, model.columns))
-        middle = drawn_scores(centre)
-    pulled = lr * pull if centre is not None else 0.0
+        centres = towards.unflatten(-1, shape)
+    pulled = lr * pull if centres is not None else 0.0
     keeps, share, centre_share = 1 - pulled - lr * model.l2, 1.0, 0.0
-    kernels = rows.kernels(own.at)
-    near = (inside + own.kernel.view(-1, 1, 1)).transpose(0, 1).flatten(1)
-    labels = rows.y.index_select(0, drawn.flatten()).view(drawn.shape)
-    paces = (weight * -lr).unsqueeze(-2)
-    places = inside.unsqueeze(-2).expand(count, steps, model.outputs, batch)
-    combination = w.new_zeros(count, model.outputs, rows.largest)
-    for t in range(steps):
-        here = scores[t] if share == 1 else scores[t] * share
-        if centre is not None and t:
-            here = here.add(middle[t], alpha=centre_share)
-        if t:
-            products = kernels.index_select(0, near[t]).view(count, batch, -1)
-            here = torch.baddbmm(here, combination, products.mT)
-            if keeps != 1:
-                combination.mul_(keeps)
-        slopes = model._residuals(here, labels[:, t]).mul_(paces[:, t])
-        combination.scatter_add_(-1, places[:, t], slopes)
+    for _ in range(drawn.shape[1]):
         share, centre_share = share * keeps, centre_share * keeps + pulled
-    base = tables if share == 1 else tables * share
-    if centre is not None:
-        base = base.add(centre, alpha=centre_share)
-    return own.combined(base, combination).flatten(-2)
+    result, paces, steps = w.new_empty(tables.shape), weight * -lr, stepper(model._residuals)
+
+    def train(own: Own) -> None:
+        k, kernels = own.clients, rows.kernels(own.at)
+        table, centre = tables[k], None if centres is None else centres[k]
+        scores, middle = own.scores(table), None if centre is None else own.scores(centre)
+        places = (own.start, own.size, kernels, own.at * rows.largest)
+        shares = steps(scores, middle, drawn[k], paces[k], rows.y, *places, keeps, pulled)
+        scripted(combine_rows)(
+            result[k], table, share, centre, centre_share, shares, rows.x, own.starts, own.sizes
+        )
+
+    side_by_side(train, parts)
+    return result.flatten(-2)
+
+
+def parts(rows: Rows, at: Tensor | None, count: int) -> list[Own]:
+    """The clients `at` (None: everybody) in so many parts, or fewer, with about as many rows each."""
+    at = torch.arange(len(rows)) if at is None else at
+    start, size = rows.start[at], rows.size[at]
+    if count == 1:
+        return [Own(rows, at, start, size, slice(None))]
+    until = size.cumsum(0)
+    ends = torch.searchsorted(until, until[-1] * torch.arange(1, count + 1) // count).add_(1).tolist()
+    cuts = [slice(*cut) for cut in itertools.pairwise(sorted({0, *ends}))]
+    return [Own(rows, at[cut], start[cut], size[cut], cut) for cut in cuts]
 
 
 class Own:
-    """The rows of the clients `at` (None: everybody)."""
+    """The rows of the clients `at`, which are `clients` of a stack."""
 
-    def __init__(self, rows: Rows, at: Tensor | None) -> None:
-        self.at = at
-        self.start, size = (rows.start, rows.size) if at is None else (rows.start[at], rows.size[at])
-        self.offset = size.cumsum(0) - size  # where a client begins when only these are counted
-        self.kernel = (torch.arange(len(rows)) if at is None else at) * rows.largest
-        self.x, self.starts, self.sizes = rows.x, self.start.tolist(), size.tolist()
-        self.total, first = sum(self.sizes), self.starts[0]
-        adjoining = bool((self.start - self.offset == first).all())
-        self.together = rows.x[first : first + self.total] if adjoining else None
+    def __init__(self, rows: Rows, at: Tensor, start: Tensor, size: Tensor, clients: slice) -> None:
+        self.at, self.start, self.size, self.clients, self.x = at, start, size, clients, rows.x
+        self.starts, self.sizes = start.tolist(), size.tolist()
+        self.total = sum(self.sizes)
+        self.adjoining = bool((size.cumsum(0) - size == start - self.starts[0]).all())
         self._last: tuple[Tensor, Tensor] | None = None
 
     def scores(self, tables: Tensor) -> Tensor:
@@ -115,14 +109,6 @@ class Own:
             return self._last[1]
         scores = tables.new_empty(tables.shape[1], self.total)
         self._last = (tables, scores) if shared else self._last
-        if self.together is not None and shared:
-            for part, place in zip(self.together.split(BLOCK), scores.split(BLOCK, 1), strict=True):
-                torch.mm(tables[0], part.mT, out=place)
-        else:
-            scripted(score_rows)(scores, tables, self.x, self.starts, self.sizes)
-        return scores
-
-    def combined(self, base: Tensor, combination: Tensor) -> Tensor:
-        """base + combination X, client by client, [k, outputs, columns]."""
-        result = base.new_empty(base.shape)
-        return scripted(combine_rows)(result, base, combination, self.x, self.starts, self.sizes)
+        if shared and self.adjoining:
+            return scripted(score_together)(scores, tables[0], self.x, self.starts[0], BLOCK)
+        return scripted(score_rows)(scores, tables, self.x, self.starts, self.sizes)

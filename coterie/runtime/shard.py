@@ -20,7 +20,7 @@ from torch import Tensor
 from coterie.data.rows import Rows
 from coterie.errors import CoterieError
 from coterie.federation import randomness
-from coterie.federation.client import Client, all_finite, as_reply, sums
+from coterie.federation.client import Apart, Client, all_finite, as_reply, sums
 from coterie.federation.compressors import Compressor
 from coterie.federation.parcels import Parcel, Sealer
 from coterie.models import span
@@ -99,7 +99,10 @@ class Shard:
         self.ids = torch.arange(len(self.train), device=self.device) if ids is None else ids
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
-        self.workers = 1  # stacks computed side by side
+        self.workers = 1  # threads that compute stacks, or parts of one, side by side
+        self._apart: set[tuple[type, str]] = (
+            set()
+        )  # algorithms and phases whose stacks are not computed in parts
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
         self._statistics: Any = None
         self._descent: Descent | None = None
@@ -200,6 +203,13 @@ class Shard:
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
     ) -> Iterator[tuple[Tensor | None, Client, Any]]:
         """What `visit` gives for each stack, in their order, some of them computed side by side."""
+        if self._in_parts(call, visits):
+            try:
+                ((at, client, rows),) = self._stacks(call, visits, threads=self.workers)
+                yield at, client, visit(client, rows)
+                return
+            except Apart:
+                self._apart.add((type(call.algorithm), call.phase))
         stacks = self._stacks(call, visits)
         if self.workers == 1 or not self._draws(call.algorithm.batch):
             for at, client, rows in stacks:
@@ -233,8 +243,20 @@ class Shard:
 
         return self.run(call, visits, welcome, lasting=False, then=score)
 
-    def _stacks(self, call: Call, visits: Visits) -> Iterator[tuple[Tensor | None, Client, slice | int]]:
-        """The visits as stacks that fit into memory, or one by one."""
+    def _in_parts(self, call: Call, visits: Visits) -> bool:
+        """Whether workers may compute parts of one stack: they meet less often than with a stack for each."""
+        count = len(self.ids) if visits.at is None else len(visits.at)
+        return (
+            self.workers > 1
+            and self._spans(call.algorithm.batch)
+            and 0 < count <= self.stack_size(call.algorithm.batch)
+            and (type(call.algorithm), call.phase) not in self._apart
+        )
+
+    def _stacks(
+        self, call: Call, visits: Visits, threads: int = 1
+    ) -> Iterator[tuple[Tensor | None, Client, slice | int]]:
+        """The visits as stacks that fit into memory, or one by one; one stack where several threads compute it."""
 
         @functools.cache
         def keys() -> Tensor:
@@ -244,11 +266,11 @@ class Shard:
 
         def client(at: Tensor | None, rows: slice | int) -> Client:
             sealer = Sealer(call.compress, call.phase)
-            return Client(self, at, lambda: keys()[rows], call.algorithm.batch, sealer)
+            return Client(self, at, lambda: keys()[rows], call.algorithm.batch, sealer, threads)
 
         count = len(self.ids) if visits.at is None else len(visits.at)
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
-        if self._draws(call.algorithm.batch) and self.workers > 1:
+        if self._draws(call.algorithm.batch) and self.workers > threads:
             keys()  # so that no two workers make them
             step = min(step, math.ceil(count / self.workers))
         stacks = max(1, math.ceil(count / step))
@@ -265,7 +287,7 @@ class Shard:
         """How many clients are stacked at once."""
         room = STACK_ELEMENTS
         if self._draws(batch):
-            room = min(room, CACHED_ELEMENTS << (3 if span.pays(self.model, self.train, math.inf) else 0))
+            room = min(room, CACHED_ELEMENTS << (3 if self._spans(batch) else 0))
         if self.device.type == "cuda":
             room = torch.cuda.get_device_properties(self.device).total_memory // GPU_BYTES_PER_ELEMENT
         return max(1, room // (4 * self.model.d + batch * self._row_elements))
@@ -281,13 +303,18 @@ class Shard:
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements)
         self.workers = 1
         if self._draws(batch) and not self.loop:
-            self.workers = 1 if work < WORKERS_ELEMENTS else torch.get_num_threads()
+            few = WORKERS_ELEMENTS >> (2 if self._spans(batch) else 0)
+            self.workers = 1 if work < few else torch.get_num_threads()
             return 1
         return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
 
     def _draws(self, batch: int) -> bool:
         """Whether gradients are those of minibatches, in closed form, on this machine's processor."""
         return self.model.closed_form and 0 < batch < self.train.largest and self.device.type == "cpu"
+
+    def _spans(self, batch: int) -> bool:
+        """Whether enough steps on minibatches run in the span of the rows."""
+        return self._draws(batch) and not self.loop and span.pays(self.model, self.train, math.inf)
 
     @functools.cached_property
     def _row_elements(self) -> int:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
+
+Work = TypeVar("Work")
 
 
 @functools.lru_cache(maxsize=1)
@@ -25,6 +29,15 @@ def workers(count: int) -> ThreadPoolExecutor:
         started.result()
     torch.set_num_threads(before)
     return pool
+
+
+def side_by_side(function: Callable[[Work], None], works: Sequence[Work]) -> None:
+    """The function for each at once; the thread that asks takes the first."""
+    first, *others = works
+    waiting = [workers(len(works)).submit(function, work) for work in others]
+    function(first)
+    for other in waiting:
+        other.result()
 
 
 if hasattr(os, "register_at_fork"):

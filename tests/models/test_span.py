@@ -14,6 +14,7 @@ from coterie.algorithms import make
 from coterie.federation.client import Client
 from coterie.models import ragged, span
 from coterie.models.base import Model
+from coterie.runtime import shard
 
 MODELS = {
     "softmax": models.softmax(classes=3, intercept=True),
@@ -117,18 +118,67 @@ def test_a_client_with_nan_spoils_nobody_else() -> None:
     assert torch.isfinite(run.state.x).all() and run.fed.left_out
 
 
+@pytest.mark.parametrize("name", ["fedavg", "ditto"])
+@pytest.mark.usefixtures("two_threads", "calls")
+def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts have about as many rows each: 3 + 9 + 5 + 12 and 4 + 7, and for three clients 9 + 12 and 7."""
+    method = make(name, batch=4, steps=4)
+    alone = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
+    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
+    seen: list[list[int]] = []
+    together = span.side_by_side
+
+    def counted(function: Any, works: list[span.Own]) -> None:
+        seen.append([len(own.at) for own in works])
+        together(function, works)
+
+    monkeypatch.setattr(span, "side_by_side", counted)
+    found = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
+    assert seen == [[4, 2]] * len(seen) and len(seen) == (8 if name == "ditto" else 4)
+    torch.testing.assert_close(found.personal, alone.personal, rtol=1e-12, atol=1e-13)
+    rows = found.fed.runtime.train
+    assert [own.at.tolist() for own in span.parts(rows, torch.tensor([1, 3, 5]), 2)] == [[1, 3], [5]]
+    assert [own.at.tolist() for own in span.parts(rows, torch.tensor([2]), 2)] == [[2]]
+
+
+@pytest.mark.usefixtures("two_threads", "calls")
+def test_a_phase_with_other_steps_gets_a_stack_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call finds out; what it gives is what later calls give."""
+    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
+    fed = federation(MODELS["softmax"]).fresh()
+    fed.runtime.threads(4)
+    sizes: list[int] = []
+
+    @dataclass(frozen=True)
+    class Mixed(Spanned):
+        """Both ways (a test, 2026)."""
+
+        def train(self, client: Client, x: Tensor, start: Tensor) -> dict[str, Tensor]:
+            sizes.append(len(start))
+            return super().train(client, x, start)
+
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(fed.d, generator=draw, dtype=torch.float64)
+    start = {"start": torch.randn(6, fed.d, generator=draw, dtype=torch.float64)}
+    found = []
+    for _ in range(2):
+        fed.enter_round(1, None)
+        found.append(fed.map(Mixed(batch=4).train, x=x, each=start))
+    assert sizes == [6, 3, 3, 3, 3]
+    assert all(torch.equal(found[0][part], found[1][part]) for part in "vyz")
+
+
 def test_without_scripts_the_same_products_run_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(function: Any) -> Any:
         raise RuntimeError("no scripts here")
 
     monkeypatch.setattr(torch.jit, "script", refuse)
+    monkeypatch.setattr(span, "FEWEST_PRODUCTS", 1)
+    scripted = fit(federation(MODELS["sum"]), make("ditto", batch=4, steps=4), 3, evaluate_every=0)
     ragged.scripted.cache_clear()
+    ragged.stepper.cache_clear()
     assert ragged.scripted(ragged.combine_rows) is ragged.combine_rows
-    draw = torch.Generator().manual_seed(0)
-    x, base, shares = (torch.randn(shape, generator=draw) for shape in ((5, 4), (2, 3, 4), (2, 3, 3)))
-    found = ragged.combine_rows(torch.empty(2, 3, 4), base, shares, x, [0, 3], [3, 2])
-    expected = torch.stack([base[0] + shares[0] @ x[:3], base[1] + shares[1, :, :2] @ x[3:]])
-    torch.testing.assert_close(found, expected)
-    scores = ragged.score_rows(torch.empty(3, 5), base, x, [3, 0], [2, 3])
-    torch.testing.assert_close(scores, torch.cat([base[0] @ x[3:].T, base[1] @ x[:3].T], 1))
+    plain = fit(federation(MODELS["sum"]), make("ditto", batch=4, steps=4), 3, evaluate_every=0)
+    assert torch.equal(plain.personal, scripted.personal)
     ragged.scripted.cache_clear()
+    ragged.stepper.cache_clear()
