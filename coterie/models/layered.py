@@ -44,7 +44,7 @@ class Layered:
 
     def gradient(self, w: Tensor, x: Tensor, residuals: Residuals) -> Tensor:
         """[d] for w [d] and rows x [B, ...]."""
-        result = torch.empty_like(w)
+        result = torch.empty_like(w.detach())
         places = self.skeleton.parts(result)
 
         def put(k: int, left: Tensor, right: Tensor | None = None) -> None:
@@ -53,7 +53,8 @@ class Layered:
             else:
                 torch.mm(left.t(), right, out=places[k])
 
-        self._slopes([channels_last(part) for part in self.skeleton.parts(w)], x, residuals, put)
+        parts = [channels_last(part) for part in self.skeleton.parts(w.detach())]
+        self._slopes(parts, x, residuals, put)
         return result
 
     def descend(
@@ -130,7 +131,7 @@ class Layered:
             elif isinstance(layer, nn.MaxPool2d):
                 slope = aten.max_pool2d_with_indices_backward(slope, inputs, *_pooling(layer), kept)
             elif isinstance(layer, nn.Flatten):
-                slope = channels_last(slope.view(inputs.shape))
+                slope = channels_last(slope.reshape(inputs.shape))
             else:
                 slope = SLOPES[type(layer)](slope, kept)
 
