@@ -53,9 +53,11 @@ class Trained(NumPyClient):
 
 
 def prepare(problem: Problem) -> Run:
-    """As many nodes as clients in a cohort: node k is the k-th client of the round."""
+    """As many nodes as clients in a cohort: node k is the k-th client of the round.
+
+    One round more comes first and changes nothing, in which Ray's processes start and read the arrays.
+    """
     os.environ["BENCH_FILE"] = os.path.abspath(sys.argv[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
     count = problem.cohorts.shape[1]
 
     def run(clock: Clock) -> dict[str, Any]:
@@ -64,13 +66,15 @@ def prepare(problem: Problem) -> Run:
 
         class Timed(FedAvg):
             def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+                if server_round == 1:
+                    return start, {}
                 parameters, metrics = super().aggregate_fit(server_round, results, failures)
                 clock.tick()
                 final["parameters"] = parameters
                 return parameters, metrics
 
             def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
-                if server_round == 1:
+                if server_round == 2:
                     clock.start()
                 return super().configure_fit(server_round, parameters, client_manager)
 
@@ -80,11 +84,11 @@ def prepare(problem: Problem) -> Run:
             min_fit_clients=count,
             min_available_clients=count,
             initial_parameters=start,
-            on_fit_config_fn=lambda t: {"round": t - 1},
+            on_fit_config_fn=lambda t: {"round": max(t - 2, 0)},
         )
 
         def server(context: Context) -> ServerAppComponents:
-            return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=problem.rounds))
+            return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=problem.rounds + 1))
 
         def client(context: Context) -> Any:
             return Trained(int(context.node_config["partition-id"])).to_client()
@@ -104,4 +108,6 @@ def prepare(problem: Problem) -> Run:
 
 
 if __name__ == "__main__":
-    serve(prepare, choose_threads=False)
+    from benchmarks.peers import flower  # by name, or else Ray's processes get `held` anew with every message
+
+    serve(flower.prepare, choose_threads=False)
