@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not peer.installed():
             result["missing"][peer.name] = "its environment is not installed (python -m benchmarks --install)"
         elif peer.why_not:
-            result["missing"][peer.name] = peer.why_not
+            result["missing"][peer.name] = peer.reasons
     seconds = {
         name: work["peers"]["ours"].get("least", float("nan")) for name, work in result["workloads"].items()
     }
@@ -134,7 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
             work["peers"] = {peer: lines[peer] for peer in BY_NAME if peer in lines}
         result["workloads"] = {name: workloads[name] for name in sorted(workloads)}
         result["shares"] = {**before["shares"], **result["shares"]}
-        result["missing"] = {**before["missing"], **result["missing"]}
+        missing = {**before["missing"], **result["missing"]}
+        result["missing"] = {peer: missing[peer] for peer in BY_NAME if peer in missing}
     text = markdown(result)
     print(text)
     if not arguments.dry:

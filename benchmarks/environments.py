@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,13 +16,13 @@ PEERS = Path(__file__).resolve().parent / "peers"
 
 @dataclass(frozen=True)
 class Peer:
-    """A driver, the environment it needs (None: ours), the workloads it runs, and why it runs no others."""
+    """A driver, the environment it needs (None: ours), the workloads it runs, and by workload why not the others."""
 
     name: str
     title: str
     runs: tuple[str, ...]
     environment: str | None = None
-    why_not: str = ""
+    why_not: dict[str, str] = field(default_factory=dict)
     kind: str = "torch"
     script: str = ""
     """The driver's file, where it is not that of the name."""
@@ -42,6 +42,10 @@ class Peer:
     @property
     def pins(self) -> Path:
         return PEERS / f"{self.environment}.txt"
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join(f"{works}: {why}" for works, why in self.why_not.items())
 
     def installed(self) -> bool:
         """Whether the environment is there and has the versions that are written down."""
@@ -74,27 +78,43 @@ def _run(*command: str) -> None:
 
 
 OURS = Peer("ours", "Coterie", ("W1", "W2", "W3", "W4", "W5", "W6"))
+NEITHER = {"W5, W6": "it has neither L2GD nor CoBo"}
+NO_DITTO = {"W4": "it has no Ditto", **NEITHER}
+FEDLAB = {
+    "W4": "its Ditto calls the module tqdm, and reads args, local_models and _train_alone, which nothing defines",
+    **NEITHER,
+}
 ALL = (
+    Peer("loop", "plain PyTorch loop, ready-made minibatches", OURS.runs, ready=True),
     Peer(
-        "loop", "plain PyTorch loop, ready-made minibatches", ("W1", "W2", "W3", "W4", "W5", "W6"), ready=True
+        "loader",
+        "plain PyTorch loop with a DataLoader",
+        ("W1", "W2", "W3", "W4"),
+        why_not={"W5, W6": "every step takes all rows of a client, there are no minibatches to load"},
+        script="loop",
     ),
-    Peer("loader", "plain PyTorch loop with a DataLoader", ("W1", "W2", "W3", "W4"), script="loop"),
-    Peer(
-        "fedlab", "FedLab", ("W1", "W2", "W3"), "fedlab", "its Ditto does not start: it calls the module tqdm"
-    ),
+    Peer("fedlab", "FedLab", ("W1", "W2", "W3"), "fedlab", FEDLAB),
     Peer(
         "fedlab-ready",
         "FedLab, ready-made minibatches",
         ("W1", "W2", "W3"),
         "fedlab",
+        FEDLAB,
         script="fedlab",
         ready=True,
     ),
-    Peer("pfl", "pfl", ("W1", "W2", "W3"), "pfl", "it has no Ditto"),
-    Peer("fluke", "fluke", ("W1", "W2", "W3", "W4"), "fluke"),
-    Peer("flgo", "FLGo", ("W1", "W2", "W3", "W4"), "flgo"),
-    Peer("flower", "Flower + Ray", ("W1", "W2", "W3"), "flwr", "it has no Ditto"),
-    Peer("fedjax", "FedJAX", ("W1", "W2", "W3"), "fedjax", "it has no Ditto", "jax"),
-    Peer("scan", "JAX lax.scan", ("W5",), "jax", "written for the convex workload", "jax"),
+    Peer("pfl", "pfl", ("W1", "W2", "W3"), "pfl", NO_DITTO),
+    Peer("fluke", "fluke", ("W1", "W2", "W3", "W4"), "fluke", NEITHER),
+    Peer("flgo", "FLGo", ("W1", "W2", "W3", "W4"), "flgo", NEITHER),
+    Peer("flower", "Flower + Ray", ("W1", "W2", "W3"), "flwr", NO_DITTO),
+    Peer("fedjax", "FedJAX", ("W1", "W2", "W3"), "fedjax", NO_DITTO, "jax"),
+    Peer(
+        "scan",
+        "JAX lax.scan",
+        ("W5",),
+        "jax",
+        {"W1, W2, W3, W4, W6": "written for the convex workload, where nothing is drawn but a coin"},
+        "jax",
+    ),
 )
 BY_NAME = {peer.name: peer for peer in (OURS, *ALL)}

@@ -21,9 +21,10 @@ def markdown(result: dict[str, Any]) -> str:
             lines.append(_line(name if peer == "ours" else "", BY_NAME[peer].title, line))
     lines += [
         "",
-        "Libraries get the rows through their own loaders: FedLab, FLGo and Flower through torch's DataLoader, as in their "
-        'examples, fluke, pfl and FedJAX through classes of their own. "Ready-made minibatches" are handed over by one '
-        "gather each, the strictest comparison.",
+        "Libraries get the rows through their own loaders: FedLab, FLGo and Flower through torch's DataLoader, as in "
+        'their examples, fluke, pfl and FedJAX through classes of their own. "Ready-made minibatches" are handed over '
+        "by one gather each, the strictest comparison. CPU and memory of Flower are its server's, without Ray's "
+        "processes.",
         "",
         *(_about(name, work) for name, work in result["workloads"].items()),
     ]
