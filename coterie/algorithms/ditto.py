@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
+from coterie.federation.client import Client, Reply
 from coterie.federation.federation import Federation
 from coterie.federation.state import State
 
@@ -37,10 +37,10 @@ class Ditto(Algorithm):
     def begin(self, client: Client, x: Tensor) -> None:
         client.keep.personal = x
 
-    def train(self, client: Client, x: Tensor) -> Tensor:
+    def train(self, client: Client, x: Tensor) -> Reply:
         v = client.keep.personal
         client.keep.personal = client.sgd(v, self.lr, self.steps, pull=self.lam, towards=x, turn=(0, 2))
-        return client.sgd(x, self.lr, self.steps, turn=(1, 2))
+        return client.trained(x, self.lr, self.steps, turn=(1, 2))
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.personal

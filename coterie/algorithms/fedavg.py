@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
+from coterie.federation.client import Client, Reply
 from coterie.federation.federation import Federation
 from coterie.federation.state import State
 
@@ -36,8 +36,8 @@ class FedAvg(Algorithm):
         average = r.mean(uniform=self.weighting == "uniform")
         return State(x=s.x + self.server_lr * (average - s.x))
 
-    def train(self, client: Client, x: Tensor) -> Tensor:
-        return client.sgd(x, self.lr, self.steps)
+    def train(self, client: Client, x: Tensor) -> Reply:
+        return client.trained(x, self.lr, self.steps)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from coterie.errors import SettingError
 from coterie.federation.state import State
+from coterie.models.unwritten import Unwritten
 
 
 def payload(values: Iterable[Any]) -> tuple[int, int]:
     """Floats and bytes of what is sent; a plain number is one float of eight bytes."""
     floats, size = 0, 0
     for value in values:
-        count, each = (value.numel(), value.element_size()) if isinstance(value, Tensor) else (1, 8)
+        count, each = (
+            (value.numel(), value.element_size()) if isinstance(value, Tensor | Unwritten) else (1, 8)
+        )
         floats, size = floats + count, size + count * each
     return floats, size
 

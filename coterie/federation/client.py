@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +15,15 @@ from coterie.federation import local_sgd, randomness
 from coterie.federation.parcels import Sealer
 from coterie.models import span
 from coterie.models.metrics import metrics
+from coterie.models.unwritten import Unwritten, written
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch, Rows
     from coterie.models.base import Model
     from coterie.runtime.shard import Shard
+
+
+Reply = Tensor | Unwritten
 
 
 class Apart(Exception):
@@ -79,9 +83,8 @@ class Client:
     ) -> None:
         self._shard, self._at, self._make_keys, self._batch = shard, at, keys, batch
         self.sealer = sealer or Sealer()
-        self.threads = (
-            threads  # that compute parts of this stack side by side; `Apart` where that is not possible
-        )
+        self.threads = threads  # that compute parts of this stack; `Apart` where they cannot
+        self.whole = False  # whether nobody else is visited in this call
         self._step = 0
         self._drawn: tuple[int, Batch] | None = None
         self._drawn_from = self._drawn_until = -1
@@ -142,11 +145,24 @@ class Client:
         Several descents of a phase may take turns: `turn=(k, m)` draws what the k-th of m would, counted from 0, and
         the last of them ends the draws.
         """
+        return written(self.trained(x, lr, steps, pull=pull, towards=towards, turn=turn))
+
+    def trained(
+        self,
+        x: Tensor,
+        lr: float,
+        steps: int,
+        *,
+        pull: float = 0.0,
+        towards: Tensor | None = None,
+        turn: tuple[int, int] = (0, 1),
+    ) -> Reply:
+        """What `sgd` gives, for a phase to return: models are written out only where more than their mean is used."""
         begun, (mine, every) = self._step, turn
         numbers = range(begun + 1 + mine, begun + 1 + every * steps, every)
-        x = local_sgd.descend(self, x, lr, numbers, pull if towards is not None else 0.0, towards)
+        ends = local_sgd.descend(self, x, lr, numbers, pull if towards is not None else 0.0, towards)
         self._step = begun + (every * steps if mine == every - 1 else 0)
-        return x
+        return ends
 
     def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
         """Loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""
@@ -338,25 +354,24 @@ class Client:
         return batch.weight * (size if place is None else size[place]).unsqueeze(-1)
 
 
-def as_reply(value: Tensor | dict[str, Tensor] | None, phase: str) -> dict[str, Tensor]:
-    """What a phase returned, as named tensors."""
+def as_reply(value: Reply | dict[str, Reply] | None, phase: str, as_tensors: bool = True) -> dict[str, Reply]:
+    """What a phase returned, by name, models that it has not written out as tensors or as they are."""
     if value is None:
         return {}
-    if isinstance(value, Tensor):
-        return {"": value}
-    if isinstance(value, dict) and all(isinstance(v, Tensor) for v in value.values()):
-        return value
+    named = value if isinstance(value, dict) else {"": value}
+    if all(isinstance(v, Tensor | Unwritten) for v in named.values()):
+        return {name: written(v) for name, v in named.items()} if as_tensors else named
     raise SettingError(
         f"phase {phase!r} returned a {type(value).__name__}; a phase returns a tensor, a dict of tensors, or nothing"
     )
 
 
-def all_finite(values: list[Tensor]) -> bool:
+def all_finite(values: Sequence[Reply]) -> bool:
     """One cheap pass: a sum is finite only if every term is (a sum that overflows is looked at again)."""
     return all(math.isfinite(total.item()) for total in sums(values))
 
 
-def sums(values: list[Tensor]) -> list[Tensor]:
+def sums(values: Sequence[Reply]) -> list[Tensor]:
     """The sum of each floating tensor; one that is there twice is added up once."""
     return [
         value.sum() for value in {id(value): value for value in values if value.is_floating_point()}.values()

@@ -19,6 +19,7 @@ from coterie.federation.parcels import Parcel
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.models.base import Model
+from coterie.models.unwritten import written
 from coterie.runtime.shard import Answer, Call, Visits
 
 
@@ -299,7 +300,7 @@ class Federation:
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
-            named = {name: value[answer.good] for name, value in named.items()}
+            named = {name: written(value)[answer.good] for name, value in named.items()}
         return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
 
     def _moved(self, ids: Tensor | None) -> Tensor | None:
@@ -315,7 +316,9 @@ class Federation:
     def _lied(self, asked: Tensor, answer: Answer) -> Answer:
         """The answers as they arrive when some clients lie."""
         base = randomness.key(self.seed, "byzantine", self.round, self._calls)
-        named = corrupt(answer.named, asked, self.byzantine, base)
+        named = corrupt(
+            {name: written(value) for name, value in answer.named.items()}, asked, self.byzantine, base
+        )
         good = answer.good if answer.good is not None else torch.ones_like(asked, dtype=torch.bool)
         for value in named.values():
             if value.is_floating_point():

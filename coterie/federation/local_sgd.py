@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.federation import randomness
 from coterie.models import span
+from coterie.models.unwritten import Unwritten
 from coterie.runtime.workers import workers
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def descend(
     client: Client, x: Tensor, lr: float, numbers: Sequence[int], pull: float, towards: Tensor | None
-) -> Tensor:
+) -> Tensor | Unwritten:
     """A step x <- x - lr (grad(x) + pull (x - towards)) on each of the minibatches with these numbers."""
     shard, batch = client._shard, client._batch
     rows, model = shard.train, shard.model

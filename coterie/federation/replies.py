@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie.errors import NobodyAnswered
+from coterie.models.unwritten import Unwritten, written
 
 UNNAMED = ""  # the name of a reply that is one tensor rather than a dict
 
@@ -21,18 +23,18 @@ class Replies:
     """
 
     ids: Tensor
-    named: dict[str, Tensor]
+    named: dict[str, Any]
     weights: Tensor
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.named[name]
+        return written(self.named[name])
 
     @property
     def values(self) -> Tensor:
-        return self.named[UNNAMED]
+        return self[UNNAMED]
 
     def mean(
         self,
@@ -51,9 +53,13 @@ class Replies:
             if default is None:
                 raise NobodyAnswered("no client answered, so there is nothing to average")
             return default
-        values = self.named[name]
+        weights = torch.ones_like(self.weights) if uniform else self.weights
+        answer = self.named[name]
+        if isinstance(answer, Unwritten) and by is None:
+            return answer.mean(weights)
+        values = written(answer)
         flat = values.reshape(len(self), -1)
-        weights = (torch.ones_like(self.weights) if uniform else self.weights).to(flat.dtype)
+        weights = weights.to(flat.dtype)
         if by is None:
             return (weights.t() @ flat).div_(weights.sum()).view(values.shape[1:])
         count = len(default) if default is not None else int(by.max()) + 1
@@ -70,4 +76,4 @@ class Replies:
 
     def put(self, rows: Tensor, name: str = UNNAMED) -> Tensor:
         """A copy of `rows` [n, ...] in which the clients that answered have their new value."""
-        return rows.index_copy(0, self.ids, self.named[name])
+        return rows.index_copy(0, self.ids, self[name])

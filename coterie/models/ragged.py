@@ -54,6 +54,13 @@ def combine_rows(
     return result
 
 
+def add_rows(total: Tensor, shares: Tensor, x: Tensor, start: list[int], size: list[int]) -> Tensor:
+    """total <- total + the sum of shares[k] X_k; the last come first, as above."""
+    for k in range(len(size) - 1, -1, -1):
+        total.addmm_(shares[k].narrow(1, 0, size[k]), x.narrow(0, start[k], size[k]))
+    return total
+
+
 @functools.cache
 def stepper(residuals: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """All steps of a stack, scripted, for a model with these residuals (scores [k, outputs, B], labels [k, B])."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from coterie.data.rows import Rows
 from coterie.models.base import Model
 from coterie.models.glm import Glm
-from coterie.models.ragged import combine_rows, score_rows, score_together, scripted, stepper
+from coterie.models.ragged import score_rows, score_together, scripted, stepper
+from coterie.models.unwritten import Unwritten
 from coterie.runtime.workers import side_by_side
 
 FEWEST_PRODUCTS = (
@@ -48,7 +49,7 @@ def descend(
     lr: float,
     pull: float = 0.0,
     towards: Tensor | None = None,
-) -> Tensor:
+) -> Unwritten:
     """`w` [k, d] of all clients after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch.
 
     `drawn` [k, steps, B] are rows of the whole array and `weight` their weights. Parts are computed side by side.
@@ -61,20 +62,19 @@ def descend(
     keeps, share, centre_share = 1 - pulled - lr * model.l2, 1.0, 0.0
     for _ in range(drawn.shape[1]):
         share, centre_share = share * keeps, centre_share * keeps + pulled
-    result, paces, steps = w.new_empty(tables.shape), weight * -lr, stepper(model._residuals)
+    paces, steps = weight * -lr, stepper(model._residuals)
 
-    def train(own: Own) -> None:
+    def train(own: Own) -> tuple[Tensor, Tensor]:
         k, kernels = own.clients, rows.kernels(own.at)
-        table, centre = tables[k], None if centres is None else centres[k]
-        scores, middle = own.scores(table), None if centre is None else own.scores(centre)
+        scores, middle = own.scores(tables[k]), None if centres is None else own.scores(centres[k])
         places = (own.start, own.size, kernels, own.at * rows.largest)
         shares = steps(scores, middle, drawn[k], paces[k], rows.y, *places, keeps, pulled)
-        scripted(combine_rows)(
-            result[k], table, share, centre, centre_share, shares, rows.x, own.starts, own.sizes
-        )
+        witness = shares.sum() + scores.sum()
+        return shares, witness if middle is None else witness + middle.sum()
 
-    side_by_side(train, parts)
-    return result.flatten(-2)
+    shares, witnesses = zip(*side_by_side(train, parts), strict=True)
+    by_part = dict(zip(parts, shares, strict=True))
+    return Unwritten(tables, share, centres, centre_share, parts, by_part, sum(witnesses))
 
 
 def parts(rows: Rows, at: Tensor | None, count: int) -> list[Own]:

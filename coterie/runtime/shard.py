@@ -27,6 +27,7 @@ from coterie.models import span
 from coterie.models.base import Model
 from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
+from coterie.models.unwritten import written
 from coterie.runtime.store import Store
 from coterie.runtime.workers import workers
 
@@ -36,6 +37,7 @@ GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in flo
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
 WORKERS_ELEMENTS = 1 << 20  # the same for workers, which are woken once in a call
+PARTS_ELEMENTS = 1 << 18  # the same where they share a stack and compute without Python's lock
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ class Visits:
 class Answer:
     """Named values with a row per visit, which visits were good (None: all), and what was sent compressed.
 
+    Values are tensors; those of one stack that is not sent anywhere may be models that are `Unwritten`.
+
     Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
     other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
     have lost what they kept and must begin again.
     """
 
-    named: dict[str, Tensor]
+    named: dict[str, Any]
     good: Tensor | None = None
     parcels: dict[str, Parcel] = field(default_factory=dict)
     came: Tensor | None = None
@@ -99,10 +103,9 @@ class Shard:
         self.ids = torch.arange(len(self.train), device=self.device) if ids is None else ids
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
-        self.workers = 1  # threads that compute stacks, or parts of one, side by side
-        self._apart: set[tuple[type, str]] = (
-            set()
-        )  # algorithms and phases whose stacks are not computed in parts
+        self.workers = 1  # stacks computed side by side
+        self.parts = 1  # parts of one stack computed side by side, where a phase allows that
+        self._apart: set[tuple[type, str]] = set()  # algorithms and phases that do not
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
         self._statistics: Any = None
         self._descent: Descent | None = None
@@ -171,16 +174,18 @@ class Shard:
         the bytes they travel in.
         """
         phase = getattr(call.algorithm, call.phase)
+        as_tensors = packed or not lasting or call.compress is not None
         parts, goods = [], []
         parcels: dict[str, Parcel] = {}
 
         def visit(
             client: Client, rows: slice | int
-        ) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Parcel]]:
+        ) -> tuple[dict[str, Any], Tensor | None, dict[str, Parcel]]:
             if welcome is not None:
                 call.algorithm.begin(client, **self._received(welcome, {}, client, rows))
             reply = phase(client, **self._received(call.shared, call.each, client, rows))
-            named = as_reply(reply if then is None else then(client, reply), call.phase)
+            reply = reply if then is None else then(client, reply)
+            named: dict[str, Any] = as_reply(reply, call.phase, as_tensors or not client.whole)
             sealed = client.sealer.seal(client, named := dict(named)) if call.compress is not None else {}
             good = self._good(named, client, call.phase)
             named = {name: sealed[name].bytes if packed and name in sealed else named[name] for name in named}
@@ -205,7 +210,7 @@ class Shard:
         """What `visit` gives for each stack, in their order, some of them computed side by side."""
         if self._in_parts(call, visits):
             try:
-                ((at, client, rows),) = self._stacks(call, visits, threads=self.workers)
+                ((at, client, rows),) = self._stacks(call, visits, self.parts)
                 yield at, client, visit(client, rows)
                 return
             except Apart:
@@ -247,7 +252,7 @@ class Shard:
         """Whether workers may compute parts of one stack: they meet less often than with a stack for each."""
         count = len(self.ids) if visits.at is None else len(visits.at)
         return (
-            self.workers > 1
+            self.parts > 1
             and self._spans(call.algorithm.batch)
             and 0 < count <= self.stack_size(call.algorithm.batch)
             and (type(call.algorithm), call.phase) not in self._apart
@@ -276,7 +281,9 @@ class Shard:
         stacks = max(1, math.ceil(count / step))
         step = max(1, math.ceil(count / stacks))  # equal stacks: nobody waits for a longer one
         if count <= step and not self.loop:
-            yield visits.at, client(visits.at, slice(None)), slice(None)
+            stack = client(visits.at, slice(None))
+            stack.whole = True
+            yield visits.at, stack, slice(None)
             return
         everyone = torch.arange(count, device=self.device) if visits.at is None else visits.at
         for first in range(0, count, step):
@@ -301,10 +308,11 @@ class Shard:
         rows = batch or self.train.largest
         stack = len(self.train) * participation
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements)
-        self.workers = 1
+        self.workers = self.parts = 1
         if self._draws(batch) and not self.loop:
-            few = WORKERS_ELEMENTS >> (2 if self._spans(batch) else 0)
-            self.workers = 1 if work < few else torch.get_num_threads()
+            self.workers = 1 if work < WORKERS_ELEMENTS else torch.get_num_threads()
+            if self._spans(batch) and work >= PARTS_ELEMENTS:
+                self.parts = torch.get_num_threads()
             return 1
         return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
 
@@ -332,7 +340,7 @@ class Shard:
             received[name] = value[rows]
         return received
 
-    def _good(self, named: dict[str, Tensor], client: Client, phase: str) -> Tensor | None:
+    def _good(self, named: dict[str, Any], client: Client, phase: str) -> Tensor | None:
         """Which clients of the stack answered with finite numbers (None: all)."""
         lead = client.lead
         for name, value in (*named.items(), *client.written.items()):
@@ -350,7 +358,7 @@ class Shard:
         good = torch.ones(lead, dtype=torch.bool, device=self.device)
         for value in values:
             if value.is_floating_point():
-                good &= torch.isfinite(value).reshape(*lead, -1).all(-1)
+                good &= torch.isfinite(written(value)).reshape(*lead, -1).all(-1)
         return good
 
     def _commit(self, client: Client, at: Tensor | None, good: Tensor | None) -> None:

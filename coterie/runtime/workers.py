@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 Work = TypeVar("Work")
+Result = TypeVar("Result")
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,13 +32,11 @@ def workers(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def side_by_side(function: Callable[[Work], None], works: Sequence[Work]) -> None:
-    """The function for each at once; the thread that asks takes the first."""
+def side_by_side(function: Callable[[Work], Result], works: Sequence[Work]) -> list[Result]:
+    """The function of each, computed at once; the thread that asks takes the first."""
     first, *others = works
     waiting = [workers(len(works)).submit(function, work) for work in others]
-    function(first)
-    for other in waiting:
-        other.result()
+    return [function(first), *(other.result() for other in waiting)]
 
 
 if hasattr(os, "register_at_fork"):

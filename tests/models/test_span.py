@@ -11,9 +11,12 @@ from torch import Tensor
 
 from coterie import Algorithm, Federation, fit, models
 from coterie.algorithms import make
-from coterie.federation.client import Client
+from coterie.federation.calls import payload
+from coterie.federation.client import Client, Reply
+from coterie.federation.replies import Replies
 from coterie.models import ragged, span
 from coterie.models.base import Model
+from coterie.models.unwritten import Unwritten, written
 from coterie.runtime import shard
 
 MODELS = {
@@ -124,13 +127,13 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
     """Parts have about as many rows each: 3 + 9 + 5 + 12 and 4 + 7, and for three clients 9 + 12 and 7."""
     method = make(name, batch=4, steps=4)
     alone = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
-    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
+    monkeypatch.setattr(shard, "PARTS_ELEMENTS", 1)
     seen: list[list[int]] = []
     together = span.side_by_side
 
-    def counted(function: Any, works: list[span.Own]) -> None:
+    def counted(function: Any, works: list[span.Own]) -> list[Any]:
         seen.append([len(own.at) for own in works])
-        together(function, works)
+        return together(function, works)
 
     monkeypatch.setattr(span, "side_by_side", counted)
     found = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
@@ -145,6 +148,7 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_phase_with_other_steps_gets_a_stack_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call finds out; what it gives is what later calls give."""
     monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
+    monkeypatch.setattr(shard, "PARTS_ELEMENTS", 1)
     fed = federation(MODELS["softmax"]).fresh()
     fed.runtime.threads(4)
     sizes: list[int] = []
@@ -166,6 +170,55 @@ def test_a_phase_with_other_steps_gets_a_stack_for_each_worker(monkeypatch: pyte
         found.append(fed.map(Mixed(batch=4).train, x=x, each=start))
     assert sizes == [6, 3, 3, 3, 3]
     assert all(torch.equal(found[0][part], found[1][part]) for part in "vyz")
+
+
+@dataclass(frozen=True)
+class Answers(Algorithm):
+    """Both descents as they are, and their ends (a test, 2026)."""
+
+    def train(self, client: Client, x: Tensor, start: Tensor) -> dict[str, Reply]:
+        v = client.trained(start, 0.1, 6, pull=0.7, towards=x, turn=(0, 2))
+        y = client.trained(x, 0.1, 6, turn=(1, 2))
+        return {"v": v, "y": y, "written": written(v)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ids", [None, [5, 0, 3], [4, 4, 1]])
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.usefixtures("calls")
+def test_the_mean_needs_no_models(name: str, ids: list[int] | None, uniform: bool) -> None:
+    fed = federation(MODELS[name])
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(fed.d, generator=draw, dtype=torch.float64)
+    start = torch.randn(6 if ids is None else len(ids), fed.d, generator=draw, dtype=torch.float64)
+    replies = fed.map(Answers(batch=4).train, x=x, each={"start": start}, to=ids)
+    for part in "vy":
+        kept = replies.named[part]
+        assert isinstance(kept, Unwritten)
+        mean = replies.mean(part, uniform=uniform)
+        assert ("written" in vars(kept)) == (part == "v"), "by the phase, not for the mean"
+        weights = torch.ones_like(replies.weights) if uniform else replies.weights
+        expected = (weights * replies[part]).sum(0) / weights.sum()
+        torch.testing.assert_close(mean, expected, rtol=1e-11, atol=1e-12)
+    assert torch.equal(replies["v"], replies["written"])
+    by = torch.arange(6) % 2
+    plain = Replies(replies.ids, {"y": replies["y"]}, replies.weights)
+    rest = torch.zeros(2, fed.d, dtype=torch.float64)
+    assert torch.equal(replies.mean("y", by=by, default=rest), plain.mean("y", by=by, default=rest))
+    assert fed.ledger.entries and payload([replies.named["y"]]) == payload([replies["y"]])
+
+
+@pytest.mark.usefixtures("calls")
+def test_what_is_compressed_or_comes_from_a_liar_is_written_out() -> None:
+    x = torch.zeros(federation(MODELS["softmax"]).d, dtype=torch.float64)
+    method = make("fedavg", batch=4, steps=4)
+    honest = federation(MODELS["softmax"]).map(method.train, x=x)
+    assert isinstance(honest.named[""], Unwritten)
+    packed = federation(MODELS["softmax"]).map(method.train, x=x, compress="rand-7")
+    assert isinstance(packed.named[""], Tensor)
+    liars = federation(MODELS["softmax"], byzantine={"1": "sign-flip"}).map(method.train, x=x)
+    assert torch.equal(liars.values[[0, 2]], honest.values[[0, 2]])
+    assert not torch.equal(liars.values[1], honest.values[1])
 
 
 def test_without_scripts_the_same_products_run_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
