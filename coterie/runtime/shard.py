@@ -37,7 +37,6 @@ GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in flo
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
 WORKERS_ELEMENTS = 1 << 20  # the same for workers, which are woken once in a call
-PARTS_ELEMENTS = 1 << 18  # the same where they share a stack and compute without Python's lock
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ class Shard:
         self.ids = torch.arange(len(self.train), device=self.device) if ids is None else ids
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
-        self.workers = 1  # stacks computed side by side
-        self.parts = 1  # parts of one stack computed side by side, where a phase allows that
+        self.workers = 1  # stacks computed side by side, or parts of one where a phase allows that
         self._apart: set[tuple[type, str]] = set()  # algorithms and phases that do not
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
         self._statistics: Any = None
@@ -210,7 +208,7 @@ class Shard:
         """What `visit` gives for each stack, in their order, some of them computed side by side."""
         if self._in_parts(call, visits):
             try:
-                ((at, client, rows),) = self._stacks(call, visits, self.parts)
+                ((at, client, rows),) = self._stacks(call, visits, self.workers)
                 yield at, client, visit(client, rows)
                 return
             except Apart:
@@ -252,7 +250,7 @@ class Shard:
         """Whether workers may compute parts of one stack: they meet less often than with a stack for each."""
         count = len(self.ids) if visits.at is None else len(visits.at)
         return (
-            self.parts > 1
+            self.workers > 1
             and self._spans(call.algorithm.batch)
             and 0 < count <= self.stack_size(call.algorithm.batch)
             and (type(call.algorithm), call.phase) not in self._apart
@@ -308,11 +306,9 @@ class Shard:
         rows = batch or self.train.largest
         stack = len(self.train) * participation
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements)
-        self.workers = self.parts = 1
+        self.workers = 1
         if self._draws(batch) and not self.loop:
             self.workers = 1 if work < WORKERS_ELEMENTS else torch.get_num_threads()
-            if self._spans(batch) and work >= PARTS_ELEMENTS:
-                self.parts = torch.get_num_threads()
             return 1
         return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
 

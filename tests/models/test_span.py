@@ -127,7 +127,7 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
     """Parts have about as many rows each: 3 + 9 + 5 + 12 and 4 + 7, and for three clients 9 + 12 and 7."""
     method = make(name, batch=4, steps=4)
     alone = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
-    monkeypatch.setattr(shard, "PARTS_ELEMENTS", 1)
+    monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
     seen: list[list[int]] = []
     together = span.side_by_side
 
@@ -148,7 +148,6 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_phase_with_other_steps_gets_a_stack_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call finds out; what it gives is what later calls give."""
     monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
-    monkeypatch.setattr(shard, "PARTS_ELEMENTS", 1)
     fed = federation(MODELS["softmax"]).fresh()
     fed.runtime.threads(4)
     sizes: list[int] = []
