@@ -102,7 +102,8 @@ def write_table() -> WriteTable:
 
 def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
     """The federation in which these clients do not come in these rounds."""
-    from coterie.runtime.shard import Answer, Call, Shard, Visits
+    from coterie.runtime.shard import Shard
+    from coterie.runtime.visits import Answer, Call, Visits
 
     class Gaps(Shard):
         def fresh(self, seed: int | None = None) -> Gaps:

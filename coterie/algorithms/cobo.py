@@ -139,10 +139,8 @@ class CoBo(Algorithm):
         asked = torch.cat([i, j])
         ends = asked.to(fed.device, non_blocking=True)
         i, j = ends.chunk(2)
-        z = models.index_select(0, ends)
-        first, second = z.chunk(2)
-        second.copy_(first.lerp_(second, 0.5))
-        r = fed.map(self.agree, each={"z": z}, to=asked, link=PEERS)
+        middle = models.index_select(0, i).lerp_(models.index_select(0, j), 0.5)
+        r = fed.map(self.agree, each={"z": middle.repeat(2, 1)}, to=asked, link=PEERS)
         if len(r) == len(ends):
             first, second = r.values.chunk(2)
         elif len(r) == 0:

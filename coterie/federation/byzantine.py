@@ -7,14 +7,18 @@ keeps for itself stays as it was; its lies are drawn by the hash and so the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from coterie.errors import SettingError, nearest
 from coterie.federation import randomness
+from coterie.models.unwritten import written_out
+
+if TYPE_CHECKING:
+    from coterie.runtime.visits import Answer
 
 STRENGTH = {"sign-flip": 1.0, "random": 10.0, "nan": 0.0, "large": 1e6, "shift": 1.5}
 
@@ -51,6 +55,17 @@ def as_attacks(given: Mapping[Any, Attack | str] | None, names: Sequence[str]) -
             raise SettingError(f"byzantine: no client {number}; there are {len(names)}, counted from 0")
         found[number] = _parsed(attack) if isinstance(attack, str) else attack
     return found
+
+
+def lied(answer: Answer, asked: Tensor, attacks: Attacks, base: Tensor) -> Answer:
+    """An answer of the clients `asked` as it arrives when some of them lie."""
+    named = {name: written_out(value) for name, value in answer.named.items()}
+    named = corrupt(named, asked, attacks, base)
+    good = answer.good if answer.good is not None else torch.ones_like(asked, dtype=torch.bool)
+    for value in named.values():
+        if value.is_floating_point():
+            good = good & torch.isfinite(value).reshape(len(asked), -1).all(1)
+    return replace(answer, named=named, good=None if good.all() else good)
 
 
 def corrupt(named: dict[str, Tensor], ids: Tensor, attacks: Attacks, base: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from coterie.federation import local_sgd, randomness
 from coterie.federation.parcels import Sealer
 from coterie.models import span
 from coterie.models.metrics import metrics
-from coterie.models.unwritten import Unwritten, written
+from coterie.models.unwritten import Unwritten, written_out
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch, Rows
@@ -145,7 +145,7 @@ class Client:
         Several descents of a phase may take turns: `turn=(k, m)` draws what the k-th of m would, counted from 0, and
         the last of them ends the draws.
         """
-        return written(self.trained(x, lr, steps, pull=pull, towards=towards, turn=turn))
+        return written_out(self.trained(x, lr, steps, pull=pull, towards=towards, turn=turn))
 
     def trained(
         self,
@@ -360,7 +360,7 @@ def as_reply(value: Reply | dict[str, Reply] | None, phase: str, as_tensors: boo
         return {}
     named = value if isinstance(value, dict) else {"": value}
     if all(isinstance(v, Tensor | Unwritten) for v in named.values()):
-        return {name: written(v) for name, v in named.items()} if as_tensors else named
+        return {name: written_out(v) for name, v in named.items()} if as_tensors else named
     raise SettingError(
         f"phase {phase!r} returned a {type(value).__name__}; a phase returns a tensor, a dict of tensors, or nothing"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from coterie.errors import SettingError
 from coterie.federation import randomness
-from coterie.federation.byzantine import Attack, as_attacks, corrupt
+from coterie.federation.byzantine import Attack, as_attacks, lied
 from coterie.federation.calls import arguments, occurrences, payload
 from coterie.federation.compressors import Compressor, compressor
 from coterie.federation.ledger import INSIDE, Entry, Ledger, weigh
@@ -19,8 +18,8 @@ from coterie.federation.parcels import Parcel
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.models.base import Model
-from coterie.models.unwritten import written
-from coterie.runtime.shard import Answer, Call, Visits
+from coterie.models.unwritten import written_out
+from coterie.runtime.visits import Answer, Call, Visits
 
 
 class Federation:
@@ -293,14 +292,15 @@ class Federation:
             asked, each = asked[answer.came], {name: value[answer.came] for name, value in each.items()}
             self._note_absent(phase, answer)
         if self.byzantine:
-            answer = self._lied(asked, answer)
+            base = randomness.key(self.seed, "byzantine", self.round, self._calls)
+            answer = lied(answer, asked, self.byzantine, base)
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
         self._meter(kind, phase, link, shared, each, len(asked), answer.named, answer.parcels)
         named = answer.named
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
-            named = {name: written(value)[answer.good] for name, value in named.items()}
+            named = {name: written_out(value)[answer.good] for name, value in named.items()}
         return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
 
     def _moved(self, ids: Tensor | None) -> Tensor | None:
@@ -312,18 +312,6 @@ class Federation:
         if answer.forgot is not None:
             self.begun[answer.forgot] = False
             self._all_begun = False
-
-    def _lied(self, asked: Tensor, answer: Answer) -> Answer:
-        """The answers as they arrive when some clients lie."""
-        base = randomness.key(self.seed, "byzantine", self.round, self._calls)
-        named = corrupt(
-            {name: written(value) for name, value in answer.named.items()}, asked, self.byzantine, base
-        )
-        good = answer.good if answer.good is not None else torch.ones_like(asked, dtype=torch.bool)
-        for value in named.values():
-            if value.is_floating_point():
-                good = good & torch.isfinite(value).reshape(len(asked), -1).all(1)
-        return replace(answer, named=named, good=None if good.all() else good)
 
     def exchange(self, name: str, link: str, down: Tensor | None = None, up: Tensor | None = None) -> None:
         """Meter what the server exchanges with others that hold no data, such as cluster heads: a row for each."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import NobodyAnswered
-from coterie.models.unwritten import Unwritten, written
+from coterie.models.unwritten import Unwritten, written_out
 
 UNNAMED = ""  # the name of a reply that is one tensor rather than a dict
 
@@ -30,7 +30,7 @@ class Replies:
         return len(self.ids)
 
     def __getitem__(self, name: str) -> Tensor:
-        return written(self.named[name])
+        return written_out(self.named[name])
 
     @property
     def values(self) -> Tensor:
@@ -57,7 +57,7 @@ class Replies:
         answer = self.named[name]
         if isinstance(answer, Unwritten) and by is None:
             return answer.mean(weights)
-        values = written(answer)
+        values = written_out(answer)
         flat = values.reshape(len(self), -1)
         weights = weights.to(flat.dtype)
         if by is None:

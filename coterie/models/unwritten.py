@@ -52,7 +52,7 @@ class Unwritten:
         return self.witness
 
     @functools.cached_property
-    def written(self) -> Tensor:
+    def tensor(self) -> Tensor:
         """The models [k, d]."""
         result = self.tables.new_empty(self.tables.shape)
 
@@ -81,9 +81,9 @@ class Unwritten:
         return total.flatten()
 
 
-def written(value: Tensor | Unwritten) -> Tensor:
+def written_out(value: Tensor | Unwritten) -> Tensor:
     """The tensor itself."""
-    return value.written if isinstance(value, Unwritten) else value
+    return value.tensor if isinstance(value, Unwritten) else value
 
 
 def _mean(tables: Tensor, weights: Tensor) -> Tensor:

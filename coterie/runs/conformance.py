@@ -25,7 +25,8 @@ from coterie.runs.fit import fit, resume
 from coterie.runs.run import Run
 from coterie.runtime import shard as shard_module
 from coterie.runtime.loopback import Nodes
-from coterie.runtime.shard import Answer, Call, Shard, Visits
+from coterie.runtime.shard import Shard
+from coterie.runtime.visits import Answer, Call, Visits
 
 ROUNDS = 4
 TOLERANCE = 1e-12

@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.federation.client import all_finite
 from coterie.runtime import messages, wire
 from coterie.runtime.post import Letter
-from coterie.runtime.shard import Call
+from coterie.runtime.visits import Call
 
 SPARE_BYTES = 1 << 20  # what an answer may weigh beyond twice what is expected of its phase
 

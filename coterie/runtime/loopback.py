@@ -13,7 +13,8 @@ from torch import Tensor
 
 from coterie.federation.federation import Federation
 from coterie.runtime import messages, wire
-from coterie.runtime.shard import Answer, Call, Shard, Visits
+from coterie.runtime.shard import Shard
+from coterie.runtime.visits import Answer, Call, Visits
 
 
 class Node:

@@ -9,7 +9,8 @@ from torch import Tensor
 from coterie.federation.compressors import compressor
 from coterie.federation.parcels import Parcel, parcel_keys
 from coterie.runtime import wire
-from coterie.runtime.shard import Call, Shard, Visits, visit_keys
+from coterie.runtime.shard import Shard
+from coterie.runtime.visits import Call, Visits, visit_keys
 
 SERVER_SIDE = {
     "start",

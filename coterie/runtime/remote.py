@@ -21,7 +21,7 @@ from coterie.models.metrics import main_metric
 from coterie.runtime import messages, wire
 from coterie.runtime.answers import Reply, Stamp, are_counts, check, usable, usual_shape, words
 from coterie.runtime.post import Desk, Forgot, Late, Letter
-from coterie.runtime.shard import Answer, Call, Visits
+from coterie.runtime.visits import Answer, Call, Visits
 
 PATIENCE = 120.0  # seconds for a node to read its table
 HELLO_LASTS = 1800.0  # seconds a greeting waits for a node that is away

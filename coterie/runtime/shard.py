@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from coterie.data.rows import Rows
 from coterie.errors import CoterieError
-from coterie.federation import randomness
 from coterie.federation.client import Apart, Client, all_finite, as_reply, sums
-from coterie.federation.compressors import Compressor
 from coterie.federation.parcels import Parcel, Sealer
 from coterie.models import span
 from coterie.models.base import Model
 from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
-from coterie.models.unwritten import written
+from coterie.models.unwritten import written_out
 from coterie.runtime.store import Store
+from coterie.runtime.visits import Answer, Call, Visits, visit_keys
 from coterie.runtime.workers import workers
 
 STACK_ELEMENTS = 1 << 26  # parameters and minibatch elements of the clients stacked at once
@@ -37,46 +35,6 @@ GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in flo
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
 WORKERS_ELEMENTS = 1 << 20  # the same for workers, which are woken once in a call
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a phase: what to run, when, and what was sent. Tensors in `each` have a row per visit."""
-
-    algorithm: Any
-    phase: str
-    round: int
-    call: int
-    shared: dict[str, Any]
-    each: dict[str, Tensor]
-    compress: Compressor | None = None
-
-
-@dataclass(frozen=True)
-class Visits:
-    """Who is visited: positions in the shard (None: everybody, once), and which visit of the call it is."""
-
-    at: Tensor | None
-    nth: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Named values with a row per visit, which visits were good (None: all), and what was sent compressed.
-
-    Values are tensors; those of one stack that is not sent anywhere may be models that are `Unwritten`.
-
-    Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
-    other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
-    have lost what they kept and must begin again.
-    """
-
-    named: dict[str, Any]
-    good: Tensor | None = None
-    parcels: dict[str, Parcel] = field(default_factory=dict)
-    came: Tensor | None = None
-    why: dict[int, str] = field(default_factory=dict)
-    forgot: Tensor | None = None
 
 
 class Shard:
@@ -354,7 +312,7 @@ class Shard:
         good = torch.ones(lead, dtype=torch.bool, device=self.device)
         for value in values:
             if value.is_floating_point():
-                good &= torch.isfinite(written(value)).reshape(*lead, -1).all(-1)
+                good &= torch.isfinite(written_out(value)).reshape(*lead, -1).all(-1)
         return good
 
     def _commit(self, client: Client, at: Tensor | None, good: Tensor | None) -> None:
@@ -404,10 +362,3 @@ class Shard:
             for whole, part in zip(parts, self.model.statistics(batch.x, batch.y, weight), strict=True):
                 whole[slice(None) if place is None else place] = part
         return tuple(parts)
-
-
-def visit_keys(seed: int, call: Call, ids: Tensor, nth: Tensor | None) -> Tensor:
-    """The coordinates of every visit of a call as hash keys, which client and server can both compute."""
-    base = randomness.key(seed, call.phase, call.round, call.call)
-    keys = randomness.fold(base, ids)
-    return keys if nth is None else torch.where(nth > 0, randomness.key(keys, nth), keys)

@@ -16,7 +16,7 @@ from coterie.federation.client import Client, Reply
 from coterie.federation.replies import Replies
 from coterie.models import ragged, span
 from coterie.models.base import Model
-from coterie.models.unwritten import Unwritten, written
+from coterie.models.unwritten import Unwritten, written_out
 from coterie.runtime import shard
 
 MODELS = {
@@ -178,7 +178,7 @@ class Answers(Algorithm):
     def train(self, client: Client, x: Tensor, start: Tensor) -> dict[str, Reply]:
         v = client.trained(start, 0.1, 6, pull=0.7, towards=x, turn=(0, 2))
         y = client.trained(x, 0.1, 6, turn=(1, 2))
-        return {"v": v, "y": y, "written": written(v)}
+        return {"v": v, "y": y, "written": written_out(v)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,7 +195,7 @@ def test_the_mean_needs_no_models(name: str, ids: list[int] | None, uniform: boo
         kept = replies.named[part]
         assert isinstance(kept, Unwritten)
         mean = replies.mean(part, uniform=uniform)
-        assert ("written" in vars(kept)) == (part == "v"), "by the phase, not for the mean"
+        assert ("tensor" in vars(kept)) == (part == "v"), "by the phase, not for the mean"
         weights = torch.ones_like(replies.weights) if uniform else replies.weights
         expected = (weights * replies[part]).sum(0) / weights.sum()
         torch.testing.assert_close(mean, expected, rtol=1e-11, atol=1e-12)
