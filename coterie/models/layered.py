@@ -1,36 +1,51 @@
 """Gradients of one client of a chain of convolutions, max pools, dense layers and activations, written out.
 
-No graph is built. Images have their channels last in memory, the order in which a processor convolves and pools
-fastest.
+No graph is built, and memory is used again from step to step.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from coterie.models.chain import SLOPES
+from coterie.models.operations import (
+    Activation,
+    Dense,
+    Direct,
+    Flat,
+    Operation,
+    Pool,
+    Put,
+    Unfolded,
+    held_bytes,
+)
 from coterie.models.skeleton import Skeleton, channels_last
-
-aten = torch.ops.aten
+from coterie.models.winograd import Winograd
 
 Residuals = Callable[[Tensor], Tensor]
 """Outputs [B, outputs] -> derivatives of the loss in them."""
 
-Put = Callable[..., None]
-"""(k, left, right=None) takes the slope of parameter k: `left` or, where there is a `right`, left' right."""
+KEPT_SHAPES = 2  # of inputs for which a thread holds memory: those of full minibatches and of the last one
+KEPT_BYTES = 2**28
+WORTHWHILE = 0.9  # of the time of torch's convolution: the other one rounds more
+TURNS = 4
+MEASURING = threading.Lock()
 
 
 class Layered:
     """A chain of layers as a function of its parameters; what comes before the first of them may be anything."""
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    def __init__(self, skeleton: Skeleton, decisions: dict[str, str]) -> None:
+        """`decisions` remembers what was measured."""
         assert skeleton.sequence is not None
-        self.skeleton = skeleton
+        self.skeleton, self.decisions = skeleton, decisions
+        self.operations: dict[int, dict[Any, list[Operation]]] = {}
         self.before, layers = _cut(skeleton.sequence)
         self.layers = _pools_first(layers)
 
@@ -90,50 +105,76 @@ class Layered:
             place.copy_(part)
         return w
 
+    @torch.no_grad()
     def _slopes(self, parts: Sequence[Tensor], x: Tensor, residuals: Residuals, put: Put) -> None:
         """Forwards and backwards; a parameter whose slope has been put is not read again."""
         value, at = x.to(parts[0].dtype) if x.is_floating_point() else x, 0
         for layer in self.before:
             value = layer(value)
-        steps = []
-        for layer in self.layers:
-            inputs, kept, mine = value, value, parts[at : at + len(list(layer.parameters()))]
-            if isinstance(layer, nn.Conv2d):
-                bias = None if layer.bias is None else mine[1]
-                value = functional.conv2d(inputs, mine[0], bias, *_geometry(layer))
-            elif isinstance(layer, nn.Linear):
-                value = functional.linear(inputs, *mine)
-            elif isinstance(layer, nn.MaxPool2d):
-                value, kept = functional.max_pool2d_with_indices(inputs, *_pooling(layer))
-            else:
-                value = kept = layer(inputs)
-            steps.append((layer, inputs, kept, at))
+        operations, places = self._recalled(value), []
+        for k, layer in enumerate(self.layers):
+            mine = parts[at : at + len(list(layer.parameters()))]
+            if k == len(operations):
+                operations.append(self._operation(k, value, mine))
+            value = operations[k].forward(value, *mine)
+            places.append(at)
             at += len(mine)
-        slope = residuals(value)
-        while steps:
-            layer, inputs, kept, at = steps.pop()
-            if isinstance(layer, nn.Conv2d):
-                if layer.bias is not None:
-                    put(at + 1, slope.sum((0, 2, 3)))
-                stride, padding, dilation, groups = _geometry(layer)
-                needs = [bool(steps), True, False]
-                slope, own, _ = aten.convolution_backward(
-                    slope, inputs, parts[at], None, stride, padding, dilation, False, [0, 0], groups, needs
-                )
-                put(at, own)
-            elif isinstance(layer, nn.Linear):
-                rows = slope.flatten(0, -2)
-                if layer.bias is not None:
-                    put(at + 1, rows.sum(0))
-                if steps:
-                    slope = slope @ parts[at]
-                put(at, rows, inputs.flatten(0, -2))
-            elif isinstance(layer, nn.MaxPool2d):
-                slope = aten.max_pool2d_with_indices_backward(slope, inputs, *_pooling(layer), kept)
-            elif isinstance(layer, nn.Flatten):
-                slope = channels_last(slope.reshape(inputs.shape))
-            else:
-                slope = SLOPES[type(layer)](slope, kept)
+        slope: Tensor | None = residuals(value)
+        for k in reversed(range(len(operations))):
+            assert slope is not None
+            slope = operations[k].backward(slope, k > 0, _onwards(put, places[k]))
+
+    def _recalled(self, x: Tensor) -> list[Operation]:
+        """The operations of this thread for inputs of this shape, as far as they have been made."""
+        mine = self.operations.setdefault(threading.get_ident(), {})
+        key = (x.shape, x.stride(), x.dtype, x.device)
+        if key not in mine:
+            kept = [old for old in mine if held_bytes(mine[old]) <= KEPT_BYTES]
+            for old in set(mine).difference(kept[len(kept) - KEPT_SHAPES + 1 :]):
+                del mine[old]
+        return mine.setdefault(key, [])
+
+    def _operation(self, k: int, x: Tensor, parts: Sequence[Tensor]) -> Operation:
+        layer = self.layers[k]
+        if isinstance(layer, nn.Conv2d):
+            return self._convolution(layer, k > 0, x, parts)
+        if isinstance(layer, nn.Linear):
+            return Dense()
+        if isinstance(layer, nn.MaxPool2d):
+            return Pool(layer, x)
+        if isinstance(layer, nn.Flatten):
+            return Flat(x)
+        return Activation(layer, alone=type(self.layers[k - 1]) in (nn.Conv2d, nn.Linear, nn.MaxPool2d))
+
+    def _convolution(self, layer: nn.Conv2d, inner: bool, x: Tensor, parts: Sequence[Tensor]) -> Operation:
+        """The fastest for these inputs, measured once; `inner` ones need slopes in their inputs."""
+        if x.device.type == "cpu" and not inner and Unfolded.takes(layer):
+            return Unfolded(layer, x)
+        if x.device.type != "cpu" or not inner or not Winograd.takes(layer):
+            return Direct(layer)
+        scale = f"2^{len(x).bit_length()} rows {tuple(x.shape[1:])}"
+        key = f"conv {layer.out_channels} {layer.padding} {scale} {x.dtype}"
+        with MEASURING:
+            if key not in self.decisions:
+                ways: tuple[Operation, ...] = (Direct(layer), Winograd(layer, x))
+                direct, tiled = _seconds(ways, x, parts)
+                self.decisions[key] = "winograd" if tiled < WORTHWHILE * direct else "direct"
+        return Winograd(layer, x) if self.decisions[key] == "winograd" else Direct(layer)
+
+
+def _onwards(put: Put, at: int) -> Put:
+    return lambda k, left, right=None: put(at + k, left, right)
+
+
+def _seconds(ways: Sequence[Operation], x: Tensor, parts: Sequence[Tensor]) -> list[float]:
+    """Of each forwards and backwards, the least of a few turns."""
+    least = [float("inf") for _ in ways]
+    for _ in range(TURNS):
+        for k, way in enumerate(ways):
+            start = time.perf_counter()
+            way.backward(way.forward(x, *parts), True, lambda k, left, right=None: None)
+            least[k] = min(least[k], time.perf_counter() - start)
+    return least
 
 
 def _cut(layers: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -159,12 +200,3 @@ def _pools_first(layers: list[nn.Module]) -> list[nn.Module]:
         if isinstance(layers[k], nn.ReLU) and isinstance(layers[k + 1], nn.MaxPool2d):
             layers[k], layers[k + 1] = layers[k + 1], layers[k]
     return layers
-
-
-def _geometry(layer: nn.Conv2d) -> tuple[Any, ...]:
-    return layer.stride, layer.padding, layer.dilation, layer.groups
-
-
-def _pooling(layer: nn.MaxPool2d) -> tuple[Any, ...]:
-    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    return *(list(size) if isinstance(size, tuple) else [size, size] for size in sizes), layer.ceil_mode

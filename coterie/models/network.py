@@ -290,7 +290,7 @@ class Network(Model):
     def _layered(self) -> Layered | None:
         """The gradient of one client without a graph, where it can be written out."""
         plain = isinstance(self.criterion, str) and self.precision == "full" and not self.compiled
-        return Layered(self.skeleton) if plain and Layered.knows(self.skeleton) else None
+        return Layered(self.skeleton, self.decisions) if plain and Layered.knows(self.skeleton) else None
 
     @functools.cached_property
     def _bytes_per_row(self) -> int:
