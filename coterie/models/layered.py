@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coterie.models.chain import SLOPES
 from coterie.models.operations import (
+    ALL,
     Activation,
     Dense,
     Direct,
@@ -62,11 +63,11 @@ class Layered:
         result = torch.empty_like(w.detach())
         places = self.skeleton.parts(result)
 
-        def put(k: int, left: Tensor, right: Tensor | None = None) -> None:
+        def put(k: int, left: Tensor, right: Tensor | None = None, columns: slice = ALL) -> None:
             if right is None:
                 places[k].copy_(left)
             else:
-                torch.mm(left.t(), right, out=places[k])
+                torch.mm(left.t(), right, out=places[k][:, columns])
 
         parts = [channels_last(part) for part in self.skeleton.parts(w.detach())]
         self._slopes(parts, x, residuals, put)
@@ -91,13 +92,14 @@ class Layered:
         centre = self.skeleton.parts(towards) if towards is not None and pull else []
         stays = 1 - lr * (l2 + (pull if centre else 0.0))
 
-        def put(k: int, left: Tensor, right: Tensor | None = None) -> None:
+        def put(k: int, left: Tensor, right: Tensor | None = None, columns: slice = ALL) -> None:
             if right is None:
                 parts[k].mul_(stays).sub_(left, alpha=lr)
             else:
-                parts[k].addmm_(left.t(), right, beta=stays, alpha=-lr)
+                parts[k][:, columns].addmm_(left.t(), right, beta=stays, alpha=-lr)
             if centre:
-                parts[k].add_(centre[k], alpha=lr * pull)
+                part = (slice(None), columns) if right is not None else ...
+                parts[k][part].add_(centre[k][part], alpha=lr * pull)
 
         for x, residuals in batches:
             self._slopes(parts, x, residuals, put)
@@ -115,7 +117,7 @@ class Layered:
         for k, layer in enumerate(self.layers):
             mine = parts[at : at + len(list(layer.parameters()))]
             if k == len(operations):
-                operations.append(self._operation(k, value, mine))
+                operations.append(self._operation(k, value, mine, operations))
             value = operations[k].forward(value, *mine)
             places.append(at)
             at += len(mine)
@@ -134,36 +136,43 @@ class Layered:
                 del mine[old]
         return mine.setdefault(key, [])
 
-    def _operation(self, k: int, x: Tensor, parts: Sequence[Tensor]) -> Operation:
+    def _operation(self, k: int, x: Tensor, parts: Sequence[Tensor], before: list[Operation]) -> Operation:
         layer = self.layers[k]
         if isinstance(layer, nn.Conv2d):
-            return self._convolution(layer, k > 0, x, parts)
+            return self._convolution(k, x, parts)
         if isinstance(layer, nn.Linear):
             return Dense()
         if isinstance(layer, nn.MaxPool2d):
+            convolved = before[k - 1] if k else None
+            if isinstance(convolved, Winograd) and convolved.pooled:
+                return Activation(nn.Identity(), alone=False)
             return Pool(layer, x)
         if isinstance(layer, nn.Flatten):
             return Flat(x)
         return Activation(layer, alone=type(self.layers[k - 1]) in (nn.Conv2d, nn.Linear, nn.MaxPool2d))
 
-    def _convolution(self, layer: nn.Conv2d, inner: bool, x: Tensor, parts: Sequence[Tensor]) -> Operation:
-        """The fastest for these inputs, measured once; `inner` ones need slopes in their inputs."""
-        if x.device.type == "cpu" and not inner and Unfolded.takes(layer):
+    def _convolution(self, k: int, x: Tensor, parts: Sequence[Tensor]) -> Operation:
+        """The fastest for these inputs, measured once."""
+        layer, after = self.layers[k], self.layers[k + 1 : k + 2]
+        assert isinstance(layer, nn.Conv2d)
+        if x.device.type == "cpu" and k == 0 and Unfolded.takes(layer):
             return Unfolded(layer, x)
-        if x.device.type != "cpu" or not inner or not Winograd.takes(layer):
+        if x.device.type != "cpu" or k == 0 or not Winograd.takes(layer):
             return Direct(layer)
         scale = f"2^{len(x).bit_length()} rows {tuple(x.shape[1:])}"
-        key = f"conv {layer.out_channels} {layer.padding} {scale} {x.dtype}"
+        key = f"conv {layer.out_channels} {layer.padding} {scale} {x.dtype} {torch.get_num_threads()} threads"
         with MEASURING:
             if key not in self.decisions:
                 ways: tuple[Operation, ...] = (Direct(layer), Winograd(layer, x))
                 direct, tiled = _seconds(ways, x, parts)
                 self.decisions[key] = "winograd" if tiled < WORTHWHILE * direct else "direct"
-        return Winograd(layer, x) if self.decisions[key] == "winograd" else Direct(layer)
+        if self.decisions[key] == "direct":
+            return Direct(layer)
+        return Winograd(layer, x, pooled=any(Winograd.pools(layer) for layer in after))
 
 
 def _onwards(put: Put, at: int) -> Put:
-    return lambda k, left, right=None: put(at + k, left, right)
+    return lambda k, *slope: put(at + k, *slope)
 
 
 def _seconds(ways: Sequence[Operation], x: Tensor, parts: Sequence[Tensor]) -> list[float]:
@@ -172,7 +181,7 @@ def _seconds(ways: Sequence[Operation], x: Tensor, parts: Sequence[Tensor]) -> l
     for _ in range(TURNS):
         for k, way in enumerate(ways):
             start = time.perf_counter()
-            way.backward(way.forward(x, *parts), True, lambda k, left, right=None: None)
+            way.backward(way.forward(x, *parts), True, lambda *slope: None)
             least[k] = min(least[k], time.perf_counter() - start)
     return least
 

@@ -18,10 +18,13 @@ from coterie.models.chain import SLOPES
 
 aten = torch.ops.aten
 
+ALL = slice(None)
+CACHED = 2**18  # weights that the cache of a core holds
 MOST_UNFOLDED = 64  # inputs of one output of a convolution that is computed as one product
 
 Put = Callable[..., None]
-"""(k, left, right=None) takes the slope of parameter k: `left` or, where there is a `right`, left' right."""
+"""(k, left, right=None, columns=ALL) takes the slope of parameter k: `left` or, where there is a `right`, left' right,
+which is that of some of its columns."""
 
 
 class Operation(Protocol):
@@ -129,16 +132,20 @@ class Dense:
 
     def backward(self, slope: Tensor, needs: bool, put: Put) -> Tensor | None:
         (x, weight, *biases), self.kept = self.kept, ()
-        rows, inner = slope.flatten(0, -2), None
+        rows, inputs = slope.flatten(0, -2), x.flatten(0, -2)
         if biases:
             put(1, rows.sum(0))
-        if needs:
-            if self.slopes is None:
-                self.slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
-            torch.mm(rows, weight, out=self.slopes.view(len(rows), -1))
-            inner = self.slopes
-        put(0, rows, x.flatten(0, -2))
-        return inner
+        if not needs:
+            put(0, rows, inputs)
+            return None
+        if self.slopes is None:
+            self.slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
+        inner, step = self.slopes.view(inputs.shape), max(1, CACHED // len(weight))
+        for first in range(0, weight.shape[1], step):
+            columns = slice(first, first + step)
+            torch.mm(rows, weight[:, columns], out=inner[:, columns])
+            put(0, rows, inputs[:, columns], columns)
+        return self.slopes
 
 
 class Pool:

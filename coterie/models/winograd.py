@@ -14,13 +14,13 @@ taken at a time, which the cache of a core holds.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from coterie.models.operations import Put, positions_first
+from coterie.models.operations import Put, aten, positions_first
 
 TILE, SPAN = 4, 6  # outputs and inputs of a tile, along one axis
 FEWEST_CHANNELS = 16  # with fewer the transformations cost more than they save
@@ -48,35 +48,55 @@ def transformations() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Winograd:
-    """One convolution of inputs of one shape [N, C, H, W], an operation of a chain of layers."""
+    """One convolution of inputs of one shape [N, C, H, W], an operation of a chain of layers.
 
-    def __init__(self, layer: nn.Conv2d, x: Tensor) -> None:
+    `pooled` takes the largest of each 2 x 2 outputs as well, while they are at hand.
+    """
+
+    def __init__(self, layer: nn.Conv2d, x: Tensor, pooled: bool = False) -> None:
         n, c, *sizes = x.shape
-        padding: Any = layer.padding
-        self.ends = [size + 2 * edge - 2 for size, edge in zip(sizes, padding, strict=True)]
-        self.down, self.across = (-(-end // TILE) for end in self.ends)
-        tall, wide = TILE * self.down, TILE * self.across
-        self.whole = [tall, wide] == self.ends
-        self.padded = None if self.whole and not any(padding) else x.new_zeros(tall + 2, wide + 2, n, c)
-        self.inside = [slice(edge, edge + size) for size, edge in zip(sizes, padding, strict=True)]
+        outputs, padding = layer.out_channels, cast(tuple[int, int], layer.padding)
+        ends = [size + 2 * edge - 2 for size, edge in zip(sizes, padding, strict=True)]
+        down, across = (-(-end // TILE) for end in ends)
+        tall, wide = TILE * down, TILE * across
+        self.biased, self.pooled = layer.bias is not None, pooled
         self.inputs, kernel, self.results = (matrix.to(x.dtype) for matrix in transformations())
         self.kernels = torch.kron(kernel, kernel)
+        self.u, self.du = (x.new_empty(SPAN * SPAN, c, outputs) for _ in range(2))
+        self.v = x.new_empty(down, SPAN, SPAN, across, n * c)
+        self.m = x.new_empty(SPAN, SPAN, across, n * outputs)
+        self.half, self.pieces = (x.new_empty(TILE, size, *self.m.shape[2:]) for size in (SPAN, TILE))
+        self.tiles, self.dv = (torch.empty_like(self.v[0]) for _ in range(2))
         self.lines = x.new_empty(SPAN, wide + 2, n * c)
         step = self.lines.stride()
-        self.overlapping = self.lines.as_strided(
-            (SPAN, SPAN, self.across, n * c), (step[0], step[1], TILE * step[1], 1)
-        )
-        self.tiles = x.new_empty(self.overlapping.shape)
-        self.v = x.new_empty(self.down, *self.tiles.shape)
-        self.dv = x.new_empty(self.tiles.shape)
-        self.u, self.du = (x.new_empty(SPAN * SPAN, c, layer.out_channels) for _ in range(2))
-        self.m = x.new_empty(SPAN, SPAN, self.across, n * layer.out_channels)
-        self.half, self.pieces = (x.new_empty(TILE, size, *self.m.shape[2:]) for size in (SPAN, TILE))
-        self.y = x.new_empty(tall, wide, n, layer.out_channels)
-        self.cut = self.y if self.whole else x.new_empty(*self.ends, n, layer.out_channels)
-        self.slopes = None if self.whole else torch.zeros_like(self.y)
+        self.overlapping = self.lines.as_strided(self.tiles.shape, (step[0], step[1], TILE * step[1], 1))
+
+        fits = not any(padding) and [tall, wide] == ends
+        self.padded = None if fits else x.new_zeros(tall + 2, wide + 2, n, c)
         self.dx = x.new_empty(tall + 2, wide + 2, n, c)
-        self.biased = layer.bias is not None
+        self.inside = tuple(slice(edge, edge + size) for size, edge in zip(sizes, padding, strict=True))
+        per_tile = TILE // 2 if pooled else TILE
+        self.kept = tuple(slice(end // 2 if pooled else end) for end in ends)
+        self.y = x.new_empty(down * per_tile, across * per_tile, n, outputs)
+        self.whole = list(self.y[self.kept].shape) == list(self.y.shape)
+        self.dy = None if self.whole else torch.zeros_like(self.y)
+        self.largest = self.pieces.new_empty(2, 2, *self.m.shape[2:])
+        self.places = torch.empty((down, *self.largest.shape), dtype=torch.int64) if pooled else None
+        self.image, self.small = _image(self.pieces), _image(self.largest)
+
+        rows = (SPAN * SPAN, across * n)
+        self.bands = [
+            Band(
+                v.flatten(2),
+                v.view(*rows, c),
+                v.view(*rows, c).mT,
+                y,
+                self.dx[TILE * k : TILE * k + SPAN].flatten(1),
+                None if self.places is None else _image(self.places[k]),
+            )
+            for k, (v, y) in enumerate(zip(self.v, self._tiled(self.y), strict=True))
+        ]
+        self.products = self.m.view(*rows, outputs), self.dv.view(*rows, c)
 
     @staticmethod
     def takes(layer: nn.Conv2d) -> bool:
@@ -88,72 +108,99 @@ class Winograd:
             and min(layer.in_channels, layer.out_channels) >= FEWEST_CHANNELS
         )
 
+    @staticmethod
+    def pools(layer: nn.Module) -> bool:
+        """Whether this layer, coming next, can be taken along."""
+        sizes = ("kernel_size", 2), ("stride", 2), ("padding", 0), ("dilation", 1)
+        return (
+            type(layer) is nn.MaxPool2d
+            and not layer.ceil_mode
+            and all(getattr(layer, name) in (size, (size, size)) for name, size in sizes)
+        )
+
     def forward(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """[N, C, H, W] -> [N, O, H', W'], which is [H', W', N, O] in memory."""
-        x = self._surrounded(positions_first(x))
+        x = self._surrounded(positions_first(x)).flatten(1)
         torch.mm(self.kernels, parameters[0].permute(2, 3, 1, 0).reshape(9, -1), out=self.u.flatten(1))
-        lines, tiles, m = self.lines.flatten(1), self.tiles.flatten(2), self._products(self.m)
+        lines, tiles, (m, _) = self.lines.flatten(1), self.tiles.flatten(2), self.products
         half, pieces = self.half.flatten(2), self.pieces.flatten(2)
         into, out_of = self.inputs.expand(SPAN, -1, -1), self.results.expand(TILE, -1, -1)
-        for k, v in enumerate(self.v):
-            at = TILE * k
-            torch.mm(self.inputs, x[at : at + SPAN].flatten(1), out=lines)
+        m_lines, half_lines, ones = m.view(SPAN, -1), half.view(TILE, -1), m[ONES]
+        for k, band in enumerate(self.bands):
+            torch.mm(self.inputs, x[TILE * k : TILE * k + SPAN], out=lines)
             self.tiles.copy_(self.overlapping)
-            torch.bmm(into, tiles, out=v.flatten(2))
-            torch.bmm(self._products(v), self.u, out=m)
+            torch.bmm(into, tiles, out=band.v)
+            torch.bmm(band.factors, self.u, out=m)
             if self.biased:
-                m[ONES].add_(parameters[1])
-            torch.mm(self.results, m.view(SPAN, -1), out=half.view(TILE, -1))
+                ones.add_(parameters[1])
+            torch.mm(self.results, m_lines, out=half_lines)
             torch.bmm(out_of, half, out=pieces)
-            self._tiled(self.y[at : at + TILE]).copy_(self.pieces.transpose(1, 2))
-        if not self.whole:
-            self.cut.copy_(self.y[: self.ends[0], : self.ends[1]])
-        return positions_first(self.cut)
+            if self.pooled:
+                aten.max_pool2d_with_indices.out(self.image, [2, 2], out=self.small, indices=band.places)
+            band.y.copy_(self.largest if self.pooled else self.pieces)
+        return positions_first(self.y[self.kept])
 
     def backward(self, slope: Tensor, needs: bool, put: Put) -> Tensor | None:
-        given = positions_first(slope)
-        if self.slopes is not None:
-            self.slopes[: self.ends[0], : self.ends[1]].copy_(given)
-            given = self.slopes
-        given = given.contiguous()
-        lines, tiles, m = self.lines.flatten(1), self.tiles.flatten(2), self._products(self.m)
-        half, pieces, dv = self.half.flatten(2), self.pieces.flatten(2), self._products(self.dv)
+        given = positions_first(slope).contiguous()
+        if self.dy is not None:
+            self.dy[self.kept].copy_(given)
+            given = self.dy
+        lines, tiles, (m, dv) = self.lines.flatten(1), self.tiles.flatten(2), self.products
+        half, pieces, apart = self.half.flatten(2), self.pieces.flatten(2), self.dv.flatten(2)
         into, out_of = self.inputs.t().expand(SPAN, -1, -1), self.results.t().expand(TILE, -1, -1)
-        shared = self.overlapping[:, TILE:].transpose(1, 2)
-        bias = m.new_zeros(m.shape[-1])
+        m_lines, half_lines = m.view(SPAN, -1), half.view(TILE, -1)
+        own, shared = (part.transpose(1, 2) for part in self.tiles.split(TILE, 1))
+        to_own = self.lines[:, :-2].unflatten(1, (-1, TILE))
+        to_shared, last = self.overlapping[:, TILE:].transpose(1, 2), self.lines[:, -2:]
         if needs:
             self.dx.zero_()
-        for k, v in enumerate(self.v):
-            at = TILE * k
-            self.pieces.transpose(1, 2).copy_(self._tiled(given[at : at + TILE]))
+        for k, (band, dy) in enumerate(zip(self.bands, self._tiled(given), strict=True)):
+            if not self.pooled:
+                self.pieces.copy_(dy)
+            else:
+                self.largest.copy_(dy)
+                pool = (self.image, [2, 2], [2, 2], [0, 0], [1, 1], False, band.places)
+                aten.max_pool2d_with_indices_backward.grad_input(self.small, *pool, grad_input=self.image)
             torch.bmm(out_of, pieces, out=half)
-            torch.mm(self.results.t(), half.view(TILE, -1), out=m.view(SPAN, -1))
-            bias += m[ONES].sum(0)
-            self.du.baddbmm_(self._products(v).mT, m, beta=1 if k else 0)
+            torch.mm(self.results.t(), half_lines, out=m_lines)
+            self.du.baddbmm_(band.turned, m, beta=1 if k else 0)
             if needs:
                 torch.bmm(m, self.u.mT, out=dv)
-                torch.bmm(into, self.dv.flatten(2), out=tiles)
-                self.lines[:, -2:].zero_()
-                self._tiled(self.lines[:, :-2]).copy_(self.tiles[:, :TILE].transpose(1, 2))
-                shared.add_(self.tiles[:, TILE:].transpose(1, 2))
-                self.dx[at : at + SPAN].flatten(1).addmm_(self.inputs.t(), lines)
+                torch.bmm(into, apart, out=tiles)
+                last.zero_()
+                to_own.copy_(own)
+                to_shared.add_(shared)
+                band.dx.addmm_(self.inputs.t(), lines)
         if self.biased:
-            put(1, bias)
-        own = torch.mm(self.kernels.t(), self.du.flatten(1)).view(3, 3, *self.u.shape[1:])
-        put(0, own.permute(3, 2, 0, 1))
-        return positions_first(self.dx[self.inside[0], self.inside[1]]) if needs else None
+            put(1, given.flatten(0, 2).sum(0))
+        weight = torch.mm(self.kernels.t(), self.du.flatten(1)).view(3, 3, *self.u.shape[1:])
+        put(0, weight.permute(3, 2, 0, 1))
+        return positions_first(self.dx[self.inside]) if needs else None
+
+    def _tiled(self, images: Tensor) -> Tensor:
+        """Outputs as [bands, lines, positions, tiles, rest], two or four of a tile along each axis."""
+        down, across = self.v.shape[0], self.v.shape[3]
+        return images.unflatten(1, (across, -1)).unflatten(0, (down, -1)).flatten(4).transpose(2, 3)
 
     def _surrounded(self, x: Tensor) -> Tensor:
         """With zeros around."""
         if self.padded is None:
             return x.contiguous()
-        self.padded[self.inside[0], self.inside[1]].copy_(x)
+        self.padded[self.inside].copy_(x)
         return self.padded
 
-    def _products(self, tiles: Tensor) -> Tensor:
-        """[6, 6, tiles, rows x channels] -> [36, tiles x rows, channels]."""
-        return tiles.view(SPAN * SPAN, self.across * self.y.shape[2], -1)
 
-    def _tiled(self, lines: Tensor) -> Tensor:
-        """[lines, positions, ...] -> [lines, tiles, 4, rest]."""
-        return lines.unflatten(1, (self.across, TILE)).flatten(3)
+class Band(NamedTuple):
+    """What belongs to four lines of outputs."""
+
+    v: Tensor  # [6, 6, tiles x rows x channels]
+    factors: Tensor  # the same as [36, tiles x rows, channels]
+    turned: Tensor  # the same as [36, channels, tiles x rows]
+    y: Tensor  # [4, 4, tiles, rows x outputs], or [2, 2, ...] of the largest
+    dx: Tensor  # [6, positions x rows x channels]
+    places: Tensor | None  # where the largest come from
+
+
+def _image(pieces: Tensor) -> Tensor:
+    """The pieces of all tiles [a, b, ...] as one image of a x b with many channels."""
+    return pieces.flatten(2).unsqueeze(0).permute(0, 3, 1, 2)

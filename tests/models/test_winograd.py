@@ -92,6 +92,42 @@ def test_without_biases_and_slopes_of_inputs() -> None:
     assert set(found) == {0} and apart(found[0], wanted[1]) < 1e-12
 
 
+@pytest.mark.parametrize("padding", [(0, 0), (1, 1), (0, 1)])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES[1:] if min(shape[3:]) > 3])
+def test_the_largest_are_those_of_torch(shape: tuple[int, ...], padding: tuple[int, int]) -> None:
+    n, c, outputs, height, width = shape
+    layer = nn.Conv2d(c, outputs, 3, padding=padding)
+    x, _, *parameters = drawn(layer, (n, c, height, width), torch.float64)
+    x[0] = 0  # the outputs of this row are equal, but for edges
+    leaves = [value.clone().requires_grad_() for value in (*parameters, x)]
+    wanted = functional.max_pool2d(functional.conv2d(leaves[2], leaves[0], leaves[1], padding=padding), 2)
+    slope = normal(*wanted.shape, seed=5)
+    slopes = torch.autograd.grad(wanted, leaves, slope)
+    fast = Winograd(layer, x, pooled=True)
+    for _ in range(2):
+        found: dict[int, Tensor] = {}
+        torch.testing.assert_close(fast.forward(x, *parameters), wanted.detach(), rtol=1e-11, atol=1e-11)
+        inner = fast.backward(slope, True, found.__setitem__)
+        for mine, theirs in zip((found[0], found[1], inner), slopes, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("layer", "pools"),
+    [
+        (nn.MaxPool2d(2), True),
+        (nn.MaxPool2d((2, 2), (2, 2)), True),
+        (nn.MaxPool2d(2, 1), False),
+        (nn.MaxPool2d(2, padding=1), False),
+        (nn.MaxPool2d((2, 1)), False),
+        (nn.MaxPool2d(2, ceil_mode=True), False),
+        (nn.AvgPool2d(2), False),
+    ],
+)
+def test_pools(layer: nn.Module, pools: bool) -> None:
+    assert Winograd.pools(layer) == pools
+
+
 @pytest.mark.parametrize(
     "layer",
     [
