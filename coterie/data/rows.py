@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +44,15 @@ class Rows:
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
     _kernels: list[tuple[Tensor, Tensor]] = field(init=False, repr=False)
+    parts: dict[int, Any] = field(init=False, repr=False)
+    """Everybody in so many parts, for who computes them side by side again and again."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "largest", int(self.size.max()) if len(self.size) else 0)
         object.__setattr__(self, "smallest", int(self.size.min()) if len(self.size) else 0)
         object.__setattr__(self, "_cache", {})
         object.__setattr__(self, "_kernels", [])
+        object.__setattr__(self, "parts", {})
 
     def __len__(self) -> int:
         return len(self.size)
@@ -82,9 +86,9 @@ class Rows:
         start, size = start.view(*start.shape, *axes), size.view(*size.shape, *axes)
         row = randomness.integers(randomness.slots(keys, batch), size)
         weight = torch.full((), 1.0 / batch, dtype=self.dtype, device=row.device).expand(row.shape)
-        if self.smallest <= batch:
+        whole = size <= batch
+        if self.smallest <= batch and (row.device.type != "cpu" or whole.any()):  # a GPU is not waited for
             slot = torch.arange(batch, device=row.device)
-            whole = size <= batch
             row = torch.where(whole, slot % size, row)
             weight = torch.where(whole, (slot < size) / size.to(self.dtype), weight)
         return start + row, weight
@@ -123,11 +127,12 @@ class Rows:
 
         They are made when a client is first asked for and kept.
         """
-        with _making:
-            if not self._kernels:
-                width = self.largest
-                products = torch.zeros(len(self) * width, width, dtype=self.x.dtype)
-                self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
+        if not self._kernels:
+            with _making:
+                if not self._kernels:
+                    width = self.largest
+                    products = torch.zeros(len(self) * width, width, dtype=self.x.dtype)
+                    self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
         products, made = self._kernels[0]
         here = made if at is None else made[at]
         if not here.all():

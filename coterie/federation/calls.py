@@ -42,7 +42,7 @@ def arguments(method: Callable[..., Any], state: State) -> dict[str, Any]:
 
 def occurrences(ids: Tensor | None) -> Tensor | None:
     """For ids that repeat, how often each was seen before; None when all differ."""
-    if ids is None or len(ids) < 2:
+    if ids is None or bool((ids[1:] > ids[:-1]).all()):  # so they are when sampled
         return None
     ordered, order = ids.sort(stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)

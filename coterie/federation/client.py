@@ -85,6 +85,7 @@ class Client:
         self.sealer = sealer or Sealer()
         self.threads = threads  # that compute parts of this stack; `Apart` where they cannot
         self.whole = False  # whether nobody else is visited in this call
+        self.minibatches: Callable[[Sequence[int], int], tuple[Tensor, Tensor, Tensor]] | None = None
         self._step = 0
         self._drawn: tuple[int, Batch] | None = None
         self._drawn_from = self._drawn_until = -1

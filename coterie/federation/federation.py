@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Federation:
         self.begun = torch.zeros(self.n, dtype=torch.bool, device=device)
         self.round, self._calls, self._all_begun = 0, 0, False
         self._state: State | None = None
+        self._sampled: tuple[Tensor | None, Any] = None, None  # the last cohort, and whence others come
 
     @staticmethod
     def from_arrays(
@@ -162,7 +164,9 @@ class Federation:
         if fraction >= 1.0:
             return None
         count = max(1, round(fraction * self.n))
-        return randomness.choose(randomness.key(self.seed, "sample", t), self.n, count).to(self.device)
+        ids = randomness.cohort(self.seed, t, self.n, count).to(self.device)
+        self._sampled = (ids, functools.partial(randomness.cohort, self.seed, n=self.n, count=count))
+        return ids
 
     def uniform(self, purpose: str, t: int, count: int = 1) -> Tensor:
         """Draws from [0, 1) on the server, [count], a function of seed, purpose and round."""
@@ -283,7 +287,8 @@ class Federation:
         link: str,
         compress: Compressor | None = None,
     ) -> Replies:
-        visits = Visits(self._moved(ids), self._moved(occurrences(ids)))
+        sampled, coming = self._sampled
+        visits = Visits(self._moved(ids), self._moved(occurrences(ids)), coming if ids is sampled else None)
         asked = self.everyone if visits.at is None else visits.at
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1

@@ -65,8 +65,11 @@ def _by_turns(
 def _drawn(client: Client, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and weights [k, steps, B] of these minibatches, and keys [k, steps] of their draws."""
     rows = client._shard.train
-    keys = randomness.fold(client.keys.unsqueeze(-1), torch.tensor(numbers))
-    drawn, weight = rows.draw(client._at, keys, client._batch)
+    if client.minibatches is not None:
+        drawn, weight, keys = client.minibatches(numbers, client._batch)
+    else:
+        keys = randomness.fold(client.keys.unsqueeze(-1), torch.as_tensor(numbers))
+        drawn, weight = rows.draw(client._at, keys, client._batch)
     if client._shard.model.reduction == "sum":
         weight = weight * client._pick(rows.size).view(-1, 1, 1)
     return drawn, weight, keys

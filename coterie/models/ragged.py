@@ -7,27 +7,47 @@ can still script a function the loop runs in torch, without the lock; elsewhere 
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def score_together(scores: Tensor, table: Tensor, x: Tensor, start: int, block: int) -> Tensor:
-    """scores [outputs, rows] <- table X' of the rows from `start` on, all with the same table."""
-    total = scores.size(1)
-    for first in range(0, total, block):
-        count = min(block, total - first)
-        torch.mm(table, x.narrow(0, start + first, count).t(), out=scores.narrow(1, first, count))
-    return scores
+from coterie.models import few
 
 
-def score_rows(scores: Tensor, tables: Tensor, x: Tensor, start: list[int], size: list[int]) -> Tensor:
-    """scores [outputs, rows] <- tables[k] X_k' [outputs, size of k], side by side."""
+class Layout(NamedTuple):
+    """Where the rows of k clients start in an array, and at which offset in one of `length` rows with only theirs."""
+
+    start: Tensor
+    offset: Tensor
+    size: Tensor
+    starts: list[int]
+    sizes: list[int]
+    length: int
+
+
+def score(
+    tables: Tensor, rows: Tensor, layout: Layout, shared: bool, alone: bool, copy: bool
+) -> tuple[Tensor, Tensor]:
+    """Scores [outputs, length] of rows, each with the table [outputs, columns] of its client, and the rows.
+
+    `shared` says that all tables are the first, `alone` that there are no other rows; `copy` makes it so.
+    """
+    starts = layout.starts
+    if copy:
+        parts = [rows.narrow(0, starts[k], layout.sizes[k]) for k in range(len(starts))]
+        parts.append(torch.zeros((layout.length - sum(layout.sizes), rows.size(1)), dtype=rows.dtype))
+        rows = torch.cat(parts)
+    if shared and (alone or copy):
+        return few.scores(tables[0], rows), rows
+    scores = torch.zeros((tables.size(1), layout.length), dtype=tables.dtype)
     offset = 0
-    for k in range(len(size)):
-        torch.mm(tables[k], x.narrow(0, start[k], size[k]).t(), out=scores.narrow(1, offset, size[k]))
-        offset += size[k]
-    return scores
+    for k in range(len(starts)):
+        count = layout.sizes[k]
+        mine = rows.narrow(0, offset if copy else starts[k], count)
+        torch.mm(tables[k], mine.t(), out=scores.narrow(1, offset, count))
+        offset += count
+    return scores, rows
 
 
 def combine_rows(
@@ -37,32 +57,46 @@ def combine_rows(
     centre: Tensor | None,
     centre_share: float,
     shares: Tensor,
-    x: Tensor,
-    start: list[int],
-    size: list[int],
+    rows: Tensor,
+    layout: Layout,
 ) -> Tensor:
-    """result[k] <- share tables[k] + centre_share centre[k] + shares[k] X_k.
+    """result[k] <- share tables[k] + centre_share centre[k] + shares_k X_k, all `shares` in one [outputs, length].
 
-    `shares` [k, outputs, most rows] are zero beyond a client's rows. The last rows come first: a cache may hold them.
+    The last rows come first: a cache may hold them.
     """
-    for k in range(len(size) - 1, -1, -1):
+    offset = sum(layout.sizes)
+    for k in range(len(layout.sizes) - 1, -1, -1):
+        count = layout.sizes[k]
+        offset -= count
         whole = result[k]
         torch.mul(tables[k], share, out=whole)
         if centre is not None:
             whole.add_(centre[k], alpha=centre_share)
-        whole.addmm_(shares[k].narrow(1, 0, size[k]), x.narrow(0, start[k], size[k]))
+        whole.addmm_(shares.narrow(1, offset, count), rows.narrow(0, layout.starts[k], count))
     return result
 
 
-def add_rows(total: Tensor, shares: Tensor, x: Tensor, start: list[int], size: list[int]) -> Tensor:
-    """total <- total + the sum of shares[k] X_k; the last come first, as above."""
-    for k in range(len(size) - 1, -1, -1):
-        total.addmm_(shares[k].narrow(1, 0, size[k]), x.narrow(0, start[k], size[k]))
+def add_rows(shares: Tensor, weights: Tensor, rows: Tensor, layout: Layout, alone: bool) -> Tensor:
+    """The sum [outputs, columns] of weights[k] shares_k X_k."""
+    size = layout.size
+    spare = layout.length - sum(layout.sizes)
+    if spare > 0:
+        size = size.clone()
+        size[-1] += spare
+    shares = shares * torch.repeat_interleave(weights, size, output_size=layout.length)
+    if alone:
+        return few.combine(shares, rows)
+    total = torch.zeros((shares.size(0), rows.size(1)), dtype=shares.dtype)
+    offset = sum(layout.sizes)
+    for k in range(len(layout.sizes) - 1, -1, -1):
+        count = layout.sizes[k]
+        offset -= count
+        total.addmm_(shares.narrow(1, offset, count), rows.narrow(0, layout.starts[k], count))
     return total
 
 
 @functools.cache
-def stepper(residuals: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def stepper(residuals: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """All steps of a stack, scripted, for a model with these residuals (scores [k, outputs, B], labels [k, B])."""
 
     def steps(
@@ -71,50 +105,58 @@ def stepper(residuals: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tens
         drawn: Tensor,
         paces: Tensor,
         y: Tensor,
-        start: Tensor,
-        size: Tensor,
+        layout: Layout,
         kernels: Tensor,
         kernel: Tensor,
         keeps: float,
         pulled: float,
-    ) -> Tensor:
-        """Shares [k, outputs, most rows] of the rows in the models after steps on the rows `drawn` [k, steps, B].
+    ) -> tuple[Tensor, Tensor]:
+        """Shares [outputs, length] of the rows in the models after steps on the rows `drawn` [k, steps, B].
 
-        `scores` and `middle` [outputs, rows] are those of all rows, client after client, at the start and at what
-        models are pulled towards; `kernels` has the inner products of the rows of client k from row kernel[k] on.
+        `scores` and `middle` [outputs, length] are those of all rows at the start and at what models are pulled to;
+        `kernels` has the inner products of the rows of client k from row kernel[k] on. The second value is finite only
+        if all numbers are.
         """
         count, every, batch = drawn.shape
-        outputs, width = scores.size(0), kernels.size(1)
-        inside = (drawn - start.view(-1, 1, 1)).transpose(0, 1).contiguous()  # [steps, k, B]
-        near = inside + kernel.view(-1, 1)
-        packed = (inside + (size.cumsum(0) - size).view(-1, 1)).flatten()
-        order = (outputs, every, count, batch)
-        begun = scores.index_select(1, packed).view(order).permute(1, 2, 0, 3)
-        between = begun if middle is None else middle.index_select(1, packed).view(order).permute(1, 2, 0, 3)
-        labels = y.index_select(0, drawn.transpose(0, 1).flatten()).view(every, count, batch)
-        shares = torch.zeros((count, outputs, width), dtype=scores.dtype)
-        share, centre_share = 1.0, 0.0
+        outputs, length = scores.shape
+        width = kernels.size(1)
+        offset = layout.offset.view(-1, 1)
+        inside = (drawn - layout.start.view(-1, 1, 1)).transpose(0, 1).contiguous()  # [steps, k, B]
+        spread = (offset + torch.arange(width)).clamp_(max=length - 1).flatten()
+        now = scores.index_select(1, spread).view(outputs, count, width).transpose(0, 1).contiguous()
+        centre, witness = now, scores.sum()
+        if middle is not None:
+            centre = middle.index_select(1, spread).view(outputs, count, width).transpose(0, 1)
+            witness = witness + middle.sum()
+        labels = y.index_select(0, drawn.transpose(0, 1).flatten()).view(every, count, batch).unbind(0)
+        near = (inside + kernel.view(-1, 1)).flatten(1).unbind(0)
+        columns = inside.unsqueeze(2).expand(every, count, outputs, batch).unbind(0)
+        pace = paces.transpose(0, 1).unsqueeze(2).unbind(0)
+        slopes = torch.empty((every, count, outputs, batch), dtype=scores.dtype)
+        slope = slopes.unbind(0)
         for t in range(every):
-            here = begun[t]
-            if share != 1.0:
-                here = here * share
             if t > 0:
-                if middle is not None:
-                    here = here.add(between[t], alpha=centre_share)
-                products = kernels.index_select(0, near[t].flatten()).view(count, batch, width)
-                here = torch.baddbmm(here, shares, products.transpose(1, 2))
                 if keeps != 1.0:
-                    shares.mul_(keeps)
-            slopes = residuals(here, labels[t]).mul_(paces[:, t].unsqueeze(1))
-            shares.scatter_add_(2, inside[t].unsqueeze(1).expand(count, outputs, batch), slopes)
-            share, centre_share = share * keeps, centre_share * keeps + pulled
-        return shares
+                    now.mul_(keeps)
+                if middle is not None:
+                    now.add_(centre, alpha=pulled)
+                products = kernels.index_select(0, near[t - 1]).view(count, batch, width)
+                now.baddbmm_(slope[t - 1], products)
+            torch.mul(residuals(now.gather(2, columns[t]), labels[t]), pace[t], out=slope[t])
+        if keeps != 1.0:
+            for t in range(every - 1):
+                slope[t].mul_(keeps ** (every - 1 - t))
+        places = (inside + offset).flatten()
+        of_rows = slopes.permute(2, 0, 1, 3).reshape(outputs, places.size(0))
+        shares = torch.zeros((outputs, length), dtype=scores.dtype)
+        shares.scatter_add_(1, places.expand(outputs, places.size(0)), of_rows)
+        return shares, witness + of_rows.sum()
 
     return scripted(steps)
 
 
 @functools.cache
-def scripted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def scripted(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function without Python's lock where torch offers that, else itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

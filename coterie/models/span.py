@@ -8,6 +8,7 @@ every step.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import TypeGuard
 
@@ -17,14 +18,17 @@ from torch import Tensor
 from coterie.data.rows import Rows
 from coterie.models.base import Model
 from coterie.models.glm import Glm
-from coterie.models.ragged import score_rows, score_together, scripted, stepper
+from coterie.models.ragged import Layout, score, scripted, stepper
 from coterie.models.unwritten import Unwritten
 from coterie.runtime.workers import side_by_side
 
 FEWEST_PRODUCTS = (
     1 << 17
 )  # rows times parameters of a client, below which calls cost more than what they compute
-BLOCK = 512  # rows of a product with one table of weights: what stays in the processor's cache
+BLOCK = 128  # copies of rows are filled up to a multiple of so many
+PACKED_ELEMENTS = (
+    1 << 21
+)  # largest copy of rows that pays, because a cache holds it until they are read again
 
 
 def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
@@ -67,10 +71,9 @@ def descend(
     def train(own: Own) -> tuple[Tensor, Tensor]:
         k, kernels = own.clients, rows.kernels(own.at)
         scores, middle = own.scores(tables[k]), None if centres is None else own.scores(centres[k])
-        places = (own.start, own.size, kernels, own.at * rows.largest)
-        shares = steps(scores, middle, drawn[k], paces[k], rows.y, *places, keeps, pulled)
-        witness = shares.sum() + scores.sum()
-        return shares, witness if middle is None else witness + middle.sum()
+        return steps(
+            scores, middle, drawn[k], paces[k], rows.y, own.layout, kernels, own.kernel, keeps, pulled
+        )
 
     shares, witnesses = zip(*side_by_side(train, parts), strict=True)
     by_part = dict(zip(parts, shares, strict=True))
@@ -79,7 +82,10 @@ def descend(
 
 def parts(rows: Rows, at: Tensor | None, count: int) -> list[Own]:
     """The clients `at` (None: everybody) in so many parts, or fewer, with about as many rows each."""
-    at = torch.arange(len(rows)) if at is None else at
+    if at is None and count not in rows.parts:
+        rows.parts[count] = parts(rows, torch.arange(len(rows)), count)
+    if at is None:
+        return [copy.copy(own) for own in rows.parts[count]]
     start, size = rows.start[at], rows.size[at]
     if count == 1:
         return [Own(rows, at, start, size, slice(None))]
@@ -93,22 +99,30 @@ class Own:
     """The rows of the clients `at`, which are `clients` of a stack."""
 
     def __init__(self, rows: Rows, at: Tensor, start: Tensor, size: Tensor, clients: slice) -> None:
-        self.at, self.start, self.size, self.clients, self.x = at, start, size, clients, rows.x
-        self.starts, self.sizes = start.tolist(), size.tolist()
-        self.total = sum(self.sizes)
-        self.adjoining = bool((size.cumsum(0) - size == start - self.starts[0]).all())
+        self.at, self.clients, self.rows = at, clients, rows.x
+        self.kernel = at * rows.largest  # where their kernels are
+        offset, starts, sizes = size.cumsum(0) - size, start.tolist(), size.tolist()
+        total = sum(sizes)
+        adjoining = bool((offset == start - starts[0]).all())
+        self.copies = not adjoining and total * rows.x.shape[1] <= PACKED_ELEMENTS
+        if adjoining:
+            self.rows, starts = rows.x.narrow(0, starts[0], total), offset.tolist()
+        self.alone = adjoining  # whether `rows` are theirs only
+        length = -(-total // BLOCK) * BLOCK if self.copies else total
+        self.layout = Layout(start, offset, size, starts, sizes, length)
         self._last: tuple[Tensor, Tensor] | None = None
 
     def scores(self, tables: Tensor) -> Tensor:
-        """Scores [outputs, rows] of all rows, each client's with its own table [k, outputs, columns].
+        """Scores [outputs, length] of all rows, each client's with its own table [k, outputs, columns].
 
         Those of a table that all clients share are kept until another is asked for.
         """
         shared = tables.stride(0) == 0
         if shared and self._last is not None and self._last[0].data_ptr() == tables.data_ptr():
             return self._last[1]
-        scores = tables.new_empty(tables.shape[1], self.total)
+        scores, self.rows = scripted(score)(tables, self.rows, self.layout, shared, self.alone, self.copies)
+        if self.copies:
+            starts = self.layout.offset.tolist()
+            self.layout, self.alone, self.copies = self.layout._replace(starts=starts), True, False
         self._last = (tables, scores) if shared else self._last
-        if shared and self.adjoining:
-            return scripted(score_together)(scores, tables[0], self.x, self.starts[0], BLOCK)
-        return scripted(score_rows)(scores, tables, self.x, self.starts, self.sizes)
+        return scores

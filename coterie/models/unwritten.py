@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Unwritten:
     """Models  share tables + centre_share centres + shares X,  [k, d], of clients in parts that are computed at once.
 
-    `shares` are [clients, outputs, most rows] for each part; `witness` [] is finite only if all numbers are.
+    `shares` are [outputs, rows] for each part; `witness` [] is finite only if all numbers are.
     """
 
     tables: Tensor
@@ -59,7 +59,7 @@ class Unwritten:
         def write(own: Own) -> None:
             k = own.clients
             centres = None if self.centres is None else self.centres[k]
-            rows = (self.shares[own], own.x, own.starts, own.sizes)
+            rows = (self.shares[own], own.rows, own.layout)
             scripted(combine_rows)(result[k], self.tables[k], self.share, centres, self.centre_share, *rows)
 
         side_by_side(write, self.parts)
@@ -73,8 +73,9 @@ class Unwritten:
             total.add_(_mean(self.centres, weights), alpha=self.centre_share)
 
         def add(own: Own) -> Tensor:
-            shares = self.shares[own] * weights[own.clients].unsqueeze(-1)
-            return scripted(add_rows)(torch.zeros_like(total), shares, own.x, own.starts, own.sizes)
+            return scripted(add_rows)(
+                self.shares[own], weights[own.clients, 0], own.rows, own.layout, own.alone
+            )
 
         for part in side_by_side(add, self.parts):
             total += part

@@ -25,6 +25,7 @@ from coterie.models.base import Model
 from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
 from coterie.models.unwritten import written_out
+from coterie.runtime.draws import Draws
 from coterie.runtime.store import Store
 from coterie.runtime.visits import Answer, Call, Visits, visit_keys
 from coterie.runtime.workers import workers
@@ -63,6 +64,7 @@ class Shard:
         self.workers = 1  # stacks computed side by side, or parts of one where a phase allows that
         self._apart: set[tuple[type, str]] = set()  # algorithms and phases that do not
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
+        self.draws = Draws(seed, self.train, self.ids)
         self._statistics: Any = None
         self._descent: Descent | None = None
 
@@ -239,6 +241,8 @@ class Shard:
         if count <= step and not self.loop:
             stack = client(visits.at, slice(None))
             stack.whole = True
+            if visits.nth is None and self.device.type == "cpu":
+                stack.minibatches = functools.partial(self.draws.of, call, visits)
             yield visits.at, stack, slice(None)
             return
         everyone = torch.arange(count, device=self.device) if visits.at is None else visits.at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Visits:
-    """Who is visited: positions in the shard (None: everybody, once), and which visit of the call it is."""
+    """Who is visited: positions in the shard (None: everybody, once), and which visit of the call it is.
+
+    `coming` tells who will be visited in a later round, as far as that can be known.
+    """
 
     at: Tensor | None
     nth: Tensor | None = None
+    coming: Callable[[int], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,18 @@ def test_the_plain_loop_gives_the_same(name: str, ids: list[int] | None, calls: 
         torch.testing.assert_close(found[part], expected[part], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["softmax", "sum"])
+def test_rows_too_many_to_copy_are_read_where_they_are(
+    name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, found = make("ditto", batch=4, steps=4, participation=0.5), []
+    for most in (span.PACKED_ELEMENTS, 0):
+        monkeypatch.setattr(span, "PACKED_ELEMENTS", most)
+        found.append(fit(federation(MODELS[name]), method, 5, evaluate_every=0).personal)
+    assert calls
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "oracle", "ifca"])
 def test_methods_train_the_same_models(name: str, calls: list[int]) -> None:
     options: dict[str, Any] = {"clusters": torch.arange(6) % 2} if name == "oracle" else {}
