@@ -17,7 +17,7 @@ from coterie.federation.ledger import PEERS
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
-from coterie.theory.collaboration import all_pairs, both_ends, laplacian, mixed, weight_quality
+from coterie.theory.collaboration import all_pairs, both_ends, degrees, mixed, pulled, weight_quality
 from coterie.theory.simplex import onto_simplex
 
 SAMPLING = ("constant", "time", "mixed", "all")
@@ -170,18 +170,13 @@ class CoBo(Algorithm):
         if not everyone:
             near = (seen > 0) & (seen >= t - self.patience)
             links = weights * near * (seen == t).unsqueeze(1)
-        pull = s.lr * self.strength(s, links) * laplacian(links)
-        one = torch.eye(n, dtype=pull.dtype, device=pull.device)
+        pull = s.lr * self.strength(s, links)
+        if not everyone:
+            slopes = torch.zeros_like(s.models).index_copy_(0, r.ids, slopes)
         if self.implicit:
-            stepped = s.models.index_add(0, r.ids, slopes, alpha=-s.lr)
-            models = mixed(torch.linalg.inv(one + pull), stepped)
+            models = mixed(torch.linalg.inv(pulled(links, -pull)), s.models - s.lr * slopes)
         else:
-            models = mixed(one - pull, s.models)
-            models = (
-                models.sub_(s.lr * slopes)
-                if everyone
-                else models.index_add_(0, r.ids, s.lr * slopes, alpha=-1)
-            )
+            models = mixed(pulled(links, pull), s.models, slopes, s.lr)
         if joined < n:
             models = _with_newcomers(models, weights, seen > 0)
         return s.replace(models=models, weights=weights, seen=seen, joined=joined, **memory)
@@ -190,8 +185,7 @@ class CoBo(Algorithm):
         """rho_t: rho, or less where the guard says so."""
         if self.implicit or self.guard == 0:
             return s.rho
-        degree = links.sum(-1) - links.diagonal()
-        return (self.guard / (s.lr * degree.max())).clamp(max=s.rho)
+        return (self.guard / (s.lr * degrees(links).max())).clamp(max=s.rho)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
@@ -203,10 +197,9 @@ class CoBo(Algorithm):
         simplex = self.domain == "simplex"
         linked = s.weights > (0.5 / max(1, fed.n - 1) if simplex else 0.5)
         found = cluster_quality(linked_groups(linked), fed.clusters)
-        degree = s.weights.sum(-1) - s.weights.diagonal()
         return {
             "weights": s.weights,
-            "degree": degree,
+            "degree": degrees(s.weights),
             **weight_quality(s.weights, fed.clusters, simplex),
             **found,
         }

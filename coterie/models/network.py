@@ -245,26 +245,16 @@ class Network(Model):
 
     def _written_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """The gradient of `_chained` without a graph."""
-        return chain.gradients(self.skeleton, w, x, self._residuals(y, weight, axis=-2))
+        return chain.gradients(self.skeleton, w, x, y, weight, self.task)
 
     def _own_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """The gradient of `_objective` without a graph."""
         assert self._layered is not None
         return self._layered.gradient(w, x, self._residuals(y, weight))
 
-    def _residuals(self, y: Tensor, weight: Tensor, axis: int = -1) -> Callable[[Tensor], Tensor]:
-        """Outputs, which are on this axis -> derivatives of the weighted losses in them."""
-        y, weight = y.unsqueeze(axis), weight.unsqueeze(axis)
-
-        def residuals(scores: Tensor) -> Tensor:
-            if self.task == "multiclass":
-                gap = torch.softmax(scores, axis)
-                gap.scatter_add_(axis, y.long(), gap.new_full((), -1.0).expand(y.shape))
-            else:
-                gap = (torch.sigmoid(scores) if self.task == "binary" else scores) - y
-            return gap.mul_(weight)
-
-        return residuals
+    def _residuals(self, y: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """Outputs [B, outputs] -> derivatives of the weighted losses in them."""
+        return lambda scores: chain.residuals(scores, y, weight, self.task, -1)
 
     def _exact(self) -> Network:
         """The same network at full precision, for what would drown in rounding."""

@@ -167,7 +167,7 @@ class Ways:
         choice = next(iter(ways)) if len(ways) == 1 else self.decisions.get(key)
         if choice in ways:
             return ways[choice](w, *rows)
-        prepares = w.is_cuda or self.compiles
+        prepares = w.is_cuda or self.compiles or self.written is not None
         self.decisions[key], result = fastest(ways, prepares, w, *rows)
         return result
 

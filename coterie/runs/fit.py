@@ -22,6 +22,7 @@ from coterie.runs.folder import RunFolder
 from coterie.runs.history import History, mean_over_clients
 from coterie.runs.run import Run
 from coterie.runs.track import Tracker, tracker
+from coterie.runtime.workers import helped
 
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 0.05  # at most this share of the time goes into checkpoints
@@ -210,9 +211,11 @@ class Contestant:
 def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
     """Run with as many threads as the work is worth, then give torch its setting back."""
     before = torch.get_num_threads()
-    torch.set_num_threads(fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0)))
+    own = fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0))
+    torch.set_num_threads(own)
     try:
-        yield
+        with helped(max(1, before // own)):
+            yield
     finally:
         torch.set_num_threads(before)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
+
+SHARED_PRODUCTS = 1 << 22  # multiplications below which waking a thread costs more than it saves
 
 
 @functools.lru_cache(maxsize=1)
@@ -20,24 +24,119 @@ def workers(count: int) -> ThreadPoolExecutor:
     """Threads that compute stacks side by side, each alone in its operations."""
     before, ready = torch.get_num_threads(), threading.Barrier(count)
 
-    def alone() -> None:
-        torch.get_num_threads()  # the first look takes the number of the thread that asks for workers
-        torch.set_num_threads(1)
+    def begin() -> None:
+        _alone()
         ready.wait()
 
     pool = ThreadPoolExecutor(count, thread_name_prefix="stack")
-    for started in [pool.submit(alone) for _ in range(count)]:
+    for started in [pool.submit(begin) for _ in range(count)]:
         started.result()
     torch.set_num_threads(before)
     return pool
 
 
+def _alone() -> None:
+    """Let this thread compute its operations by itself; whoever started it sets torch's number again."""
+    torch.get_num_threads()  # the first look takes the number of the thread that asks for workers
+    torch.set_num_threads(1)
+
+
+class Helper:
+    """A thread that computes one thing at a time for the thread that made it, woken in half the time of a pool."""
+
+    def __init__(self) -> None:
+        self._asked, self._done = threading.Lock(), threading.Lock()
+        self._task: list[Any] = []  # function and work, later result and problem
+        self._asked.acquire()
+        self._done.acquire()
+        before, parts = torch.get_num_threads(), (self._asked, self._done, self._task)
+        threading.Thread(target=_help, args=parts, name="helper", daemon=True).start()
+        self._done.acquire()
+        torch.set_num_threads(before)
+
+    def ask(self, function: Callable[[Any], Any], work: Any) -> None:
+        self._task[:] = [function, work]
+        self._asked.release()
+
+    def answer(self) -> list[Any]:
+        """What was asked for and None, or None and what was raised."""
+        self._done.acquire()
+        return self._task.copy()
+
+    def __del__(self) -> None:
+        self._task.clear()
+        self._asked.release()
+
+
+def _help(asked: threading.Lock, done: threading.Lock, task: list[Any]) -> None:
+    """What the thread of a helper does until it is asked for nothing."""
+    _alone()
+    done.release()
+    while asked.acquire() and task:
+        task[:] = _tried(*task)
+        done.release()
+
+
+def _tried(function: Callable[[Any], Any], work: Any) -> list[Any]:
+    try:
+        return [function(work), None]
+    except BaseException as problem:
+        return [None, problem]
+
+
+class _Mine(threading.local):
+    """Of each thread: its helpers, and how many threads may compute what it has to; a helper is by itself."""
+
+    def __init__(self) -> None:
+        self.helpers: list[Helper] = []
+        self.hands = 1
+
+
+_mine = _Mine()
+
+
+@contextmanager
+def helped(count: int) -> Iterator[None]:
+    """Let this thread share out its work to `count` threads, itself among them."""
+    before, _mine.hands = _mine.hands, count
+    try:
+        yield
+    finally:
+        _mine.hands = before
+
+
 def side_by_side(function: Callable[[Work], Result], works: Sequence[Work]) -> list[Result]:
     """The function of each, computed at once; the thread that asks takes the first."""
     first, *others = works
-    waiting = [workers(len(works)).submit(function, work) for work in others]
-    return [function(first), *(other.result() for other in waiting)]
+    helpers, _mine.helpers = _mine.helpers, []  # they are not free for what the function asks for
+    while len(helpers) < len(others):
+        helpers.append(Helper())
+    busy = helpers[: len(others)]
+    for helper, work in zip(busy, others, strict=True):
+        helper.ask(function, work)
+    with helped(1):
+        answers = [_tried(function, first), *(helper.answer() for helper in busy)]
+    _mine.helpers = helpers
+    for _, problem in answers:
+        if problem is not None:
+            raise problem
+    return [result for result, _ in answers]
+
+
+def shared_out(function: Callable[[slice], Result], length: int, products: int) -> list[Result]:
+    """The function of parts of 0..length, side by side where there are hands and so many multiplications are enough."""
+    count = min(_mine.hands, length) if products >= SHARED_PRODUCTS else 1
+    if count <= 1:
+        return [function(slice(0, length))]
+    cuts = [length * k // count for k in range(count + 1)]
+    return side_by_side(function, [slice(*cut) for cut in itertools.pairwise(cuts)])
+
+
+def _forget() -> None:
+    """Threads do not come along when a process forks."""
+    workers.cache_clear()
+    _mine.helpers = []
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
+    os.register_at_fork(after_in_child=_forget)

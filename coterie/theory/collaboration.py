@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from coterie.runtime.workers import shared_out
+
 
 @functools.lru_cache(maxsize=8)
 def all_pairs(n: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
@@ -16,15 +18,30 @@ def all_pairs(n: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
     return (torch.cat([i, j]), torch.cat([j, i])) if ordered else (i, j)
 
 
-def laplacian(weights: Tensor) -> Tensor:
-    """diag(W 1) - W, in which the diagonal of W does not count."""
-    between = weights - torch.diag(weights.diagonal())
-    return torch.diag(between.sum(-1)) - between
+def degrees(weights: Tensor) -> Tensor:
+    """Sums of the weights to others, [n]."""
+    return weights.sum(-1) - weights.diagonal()
 
 
-def mixed(weights: Tensor, models: Tensor) -> Tensor:
-    """weights [m, n] times models [n, d]."""
-    return weights.to(models.dtype) @ models
+def pulled(weights: Tensor, pull: Tensor | float) -> Tensor:
+    """1 - pull L, which moves models towards each other, with the Laplacian L = diag(degrees) - W."""
+    result = weights * pull
+    result.diagonal().copy_(1 - pull * degrees(weights))
+    return result
+
+
+def mixed(weights: Tensor, models: Tensor, slopes: Tensor | None = None, lr: float = 0.0) -> Tensor:
+    """weights [m, n] times models [n, d], minus lr slopes [m, d]."""
+    weights = weights.to(models.dtype)
+    result = models.new_empty(len(weights), models.shape[1])
+
+    def mix(columns: slice) -> None:
+        mixture = torch.mm(weights, models[:, columns], out=result[:, columns])
+        if slopes is not None:
+            mixture.sub_(lr * slopes[:, columns])
+
+    shared_out(mix, models.shape[1], weights.numel() * models.shape[1])
+    return result
 
 
 def both_ends(ends: Tensor, answered: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 from coterie import models
 from coterie.models.network import Network
 from coterie.models.skeleton import Skeleton
+from coterie.runtime import workers
 
 
 def rows(k: int = 5, b: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,6 +69,27 @@ def test_one_output_and_an_activation_at_the_end(loss: str, last: nn.Module) -> 
     torch.testing.assert_close(
         model.grad(w, x, y, weight), by_autograd(model, w, x, y, weight), rtol=1e-12, atol=1e-12
     )
+
+
+def test_activations_before_the_first_layer_and_after_each_other() -> None:
+    x, y, weight = rows()
+    body = nn.Sequential(nn.Flatten(), nn.Tanh(), nn.Linear(6, 4), nn.ReLU(), nn.Sigmoid(), nn.Linear(4, 4))
+    model = models.network(body, stacked=True).fit_to(x.flatten(0, 1), y.flatten())
+    w, before = torch.randn(5, model.d, dtype=torch.float64), x.clone()
+    torch.testing.assert_close(
+        model.grad(w, x, y, weight), by_autograd(model, w, x, y, weight), rtol=1e-12, atol=1e-12
+    )
+    assert torch.equal(x, before), "rows are overwritten"
+
+
+def test_a_stack_in_parts_has_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, weight = rows()
+    model = models.mlp(hidden=(6, 5), stacked=True).fit_to(x.flatten(0, 1), y.flatten())
+    w = torch.randn(5, model.d, dtype=torch.float64)
+    whole = model.grad(w, x, y, weight)
+    monkeypatch.setattr(workers, "SHARED_PRODUCTS", 1)
+    with workers.helped(3):
+        torch.testing.assert_close(model.grad(w, x, y, weight), whole, rtol=1e-14, atol=1e-14)
 
 
 def test_other_activations_go_through_autograd() -> None:

@@ -6,6 +6,8 @@ The bits are the same where the ends of vectors fall on the same places of the p
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from coterie import Federation, fit
 from coterie.algorithms import make
 from coterie.errors import CoterieError
 from coterie.runtime import shard
-from coterie.runtime.workers import workers
+from coterie.runtime import workers as threads
+from coterie.runtime.workers import helped, shared_out, side_by_side, workers
 
 
 def federation(clients: int = 13, features: int = 8) -> Federation:
@@ -84,7 +87,63 @@ def test_a_worker_is_alone_in_its_operations() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_makes_workers_of_its_own() -> None:
     workers(2)
+    side_by_side(str, [1, 2])
     child = os.fork()
     if child == 0:
-        os._exit(workers.cache_info().currsize)
+        os._exit(workers.cache_info().currsize + (side_by_side(str, [1, 2]) != ["1", "2"]))
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_helpers_are_alone_in_their_operations_and_answer_in_order() -> None:
+    assert side_by_side(lambda work: (work, torch.get_num_threads()), [1, 2, 3]) == [(1, 2), (2, 1), (3, 1)]
+    assert torch.get_num_threads() == 2
+
+
+def test_what_a_helper_raises_is_raised_and_the_helper_goes_on() -> None:
+    for _ in range(2):
+        for fails in range(3):
+            with pytest.raises(ZeroDivisionError):
+                side_by_side(lambda work, fails=fails: 1 // (work - fails), [0, 1, 2])
+    assert side_by_side(abs, [-1, -2, -3]) == [1, 2, 3]
+
+
+def test_a_helper_may_need_helpers() -> None:
+    assert side_by_side(lambda work: side_by_side(abs, [work, work - 1]), [-1, -2]) == [[1, 2], [2, 3]]
+
+
+def test_helpers_end_with_the_thread_they_help() -> None:
+    before = threading.active_count()
+    owner = threading.Thread(target=side_by_side, args=(abs, [1, 2, 3]))
+    owner.start()
+    owner.join()
+    ends = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_work_is_shared_out_where_it_is_enough_and_there_are_hands() -> None:
+    enough = threads.SHARED_PRODUCTS
+    whole, halves = [slice(0, 5)], [slice(0, 2), slice(2, 5)]
+    assert shared_out(lambda part: part, 5, enough) == whole
+    with helped(2):
+        assert shared_out(lambda part: part, 5, enough) == halves
+        assert shared_out(lambda part: part, 5, enough - 1) == whole
+        assert shared_out(lambda part: part, 1, enough) == [slice(0, 1)]
+        inside = shared_out(lambda part: shared_out(lambda inner: inner, 5, enough), 2, enough)
+    assert inside == [whole, whole], "a helper has no helpers"
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_networks_and_mixtures_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(6, 5, generator=generator) for _ in range(9)]
+    ys = [torch.randint(0, 3, (6,), generator=generator) for _ in range(9)]
+    fed = Federation.from_arrays(xs, ys, model=coterie.models.mlp(hidden=(8,), stacked=True))
+    algorithm = make("cobo", lr=0.1, rho=1.0, rate=4.0)
+    alone = fit(fed, algorithm, 5)
+    monkeypatch.setattr(threads, "SHARED_PRODUCTS", 1)
+    shared = fit(fed, algorithm, 5)
+    torch.testing.assert_close(shared.personal, alone.personal, rtol=1e-5, atol=1e-6)
+    assert shared.fed.ledger.entries == alone.fed.ledger.entries
