@@ -33,7 +33,7 @@ Residuals = Callable[[Tensor], Tensor]
 """Outputs [B, outputs] -> derivatives of the loss in them."""
 
 KEPT_SHAPES = 2  # of inputs for which a thread holds memory: those of full minibatches and of the last one
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**28  # that a thread holds at most for one of them
 WORTHWHILE = 0.9  # of the time of torch's convolution: the other one rounds more
 TURNS = 4
 MEASURING = threading.Lock()
@@ -113,28 +113,25 @@ class Layered:
         value, at = x.to(parts[0].dtype) if x.is_floating_point() else x, 0
         for layer in self.before:
             value = layer(value)
-        operations, places = self._recalled(value), []
+        mine = self.operations.setdefault(threading.get_ident(), {})
+        key = (value.shape, value.stride(), value.dtype, value.device)
+        operations, places = mine.pop(key, []), []
+        known = bool(operations)
         for k, layer in enumerate(self.layers):
-            mine = parts[at : at + len(list(layer.parameters()))]
-            if k == len(operations):
-                operations.append(self._operation(k, value, mine, operations))
-            value = operations[k].forward(value, *mine)
+            own = parts[at : at + len(list(layer.parameters()))]
+            if not known:
+                operations.append(self._operation(k, value, own, operations))
+            value = operations[k].forward(value, *own)
             places.append(at)
-            at += len(mine)
+            at += len(own)
         slope: Tensor | None = residuals(value)
         for k in reversed(range(len(operations))):
             assert slope is not None
             slope = operations[k].backward(slope, k > 0, _onwards(put, places[k]))
-
-    def _recalled(self, x: Tensor) -> list[Operation]:
-        """The operations of this thread for inputs of this shape, as far as they have been made."""
-        mine = self.operations.setdefault(threading.get_ident(), {})
-        key = (x.shape, x.stride(), x.dtype, x.device)
-        if key not in mine:
-            kept = [old for old in mine if held_bytes(mine[old]) <= KEPT_BYTES]
-            for old in set(mine).difference(kept[len(kept) - KEPT_SHAPES + 1 :]):
-                del mine[old]
-        return mine.setdefault(key, [])
+        if known or held_bytes(operations) <= KEPT_BYTES:
+            mine[key] = operations
+            for oldest in list(mine)[:-KEPT_SHAPES]:
+                del mine[oldest]
 
     def _operation(self, k: int, x: Tensor, parts: Sequence[Tensor], before: list[Operation]) -> Operation:
         layer = self.layers[k]
@@ -157,7 +154,7 @@ class Layered:
         assert isinstance(layer, nn.Conv2d)
         if x.device.type == "cpu" and k == 0 and Unfolded.takes(layer):
             return Unfolded(layer, x)
-        if x.device.type != "cpu" or k == 0 or not Winograd.takes(layer):
+        if x.device.type != "cpu" or k == 0 or not Winograd.takes(layer, x):
             return Direct(layer)
         scale = f"2^{len(x).bit_length()} rows {tuple(x.shape[1:])}"
         key = f"conv {layer.out_channels} {layer.padding} {scale} {x.dtype} {torch.get_num_threads()} threads"

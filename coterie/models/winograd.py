@@ -8,12 +8,13 @@ Outputs are computed in tiles of 4 x 4. Of a tile of 6 x 6 inputs d, with the ke
 goes to g is G' dU G and to the inputs B dV B', summed where tiles overlap.
 
 In memory images are [height, width, rows, channels]: every transformation is then a product with a small matrix, and
-tiles beside each other are rows of one product for each of the 36 entries. The tiles of four lines of outputs are
-taken at a time, which the cache of a core holds.
+tiles beside each other are rows of one product for each of the 36 entries. A band of tiles, four lines of outputs, is
+taken at a time: what lies between its inputs and its outputs stays in the cache.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from coterie.models.operations import Put, aten, positions_first
 
 TILE, SPAN = 4, 6  # outputs and inputs of a tile, along one axis
 FEWEST_CHANNELS = 16  # with fewer the transformations cost more than they save
+MOST_ROWS = 256  # with more a band of tiles is far from fitting in a cache, and memory might run short
 
 POINTS = (
     0.0,
@@ -35,6 +37,7 @@ POINTS = (
 ONES = SPAN + 1  # a number added to this entry of M is added to all outputs of the tile
 
 
+@functools.cache
 def transformations() -> tuple[Tensor, Tensor, Tensor]:
     """B' [6, 6], G [6, 3] and A' [4, 6]: products of polynomials from their values at POINTS and at infinity."""
     inputs, kernel, results = np.zeros((SPAN, SPAN)), np.zeros((SPAN, 3)), np.zeros((TILE, SPAN))
@@ -78,8 +81,7 @@ class Winograd:
         per_tile = TILE // 2 if pooled else TILE
         self.kept = tuple(slice(end // 2 if pooled else end) for end in ends)
         self.y = x.new_empty(down * per_tile, across * per_tile, n, outputs)
-        self.whole = list(self.y[self.kept].shape) == list(self.y.shape)
-        self.dy = None if self.whole else torch.zeros_like(self.y)
+        self.dy = None if self.y[self.kept].shape == self.y.shape else torch.zeros_like(self.y)
         self.largest = self.pieces.new_empty(2, 2, *self.m.shape[2:])
         self.places = torch.empty((down, *self.largest.shape), dtype=torch.int64) if pooled else None
         self.image, self.small = _image(self.pieces), _image(self.largest)
@@ -99,10 +101,11 @@ class Winograd:
         self.products = self.m.view(*rows, outputs), self.dv.view(*rows, c)
 
     @staticmethod
-    def takes(layer: nn.Conv2d) -> bool:
-        """Whether the convolution can be computed this way, and might be faster."""
+    def takes(layer: nn.Conv2d, x: Tensor) -> bool:
+        """Whether the convolution of these inputs can be computed this way, and might be faster."""
         return (
-            layer.kernel_size == (3, 3)
+            len(x) <= MOST_ROWS
+            and layer.kernel_size == (3, 3)
             and layer.stride == layer.dilation == (1, 1)
             and layer.groups == 1
             and min(layer.in_channels, layer.out_channels) >= FEWEST_CHANNELS
@@ -155,10 +158,8 @@ class Winograd:
         if needs:
             self.dx.zero_()
         for k, (band, dy) in enumerate(zip(self.bands, self._tiled(given), strict=True)):
-            if not self.pooled:
-                self.pieces.copy_(dy)
-            else:
-                self.largest.copy_(dy)
+            (self.largest if self.pooled else self.pieces).copy_(dy)
+            if self.pooled:
                 pool = (self.image, [2, 2], [2, 2], [0, 0], [1, 1], False, band.places)
                 aten.max_pool2d_with_indices_backward.grad_input(self.small, *pool, grad_input=self.image)
             torch.bmm(out_of, pieces, out=half)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from coterie import models
 from coterie.data.rows import Batch
+from coterie.models import layered
 from coterie.models.network import Network, network
 
 ROWS = 7
@@ -124,6 +126,27 @@ def test_pooling_first_changes_nothing_where_values_are_equal_or_negative() -> N
     torch.testing.assert_close(
         model.grad(w, x, y, weight), by_autograd(model).grad(w, x, y, weight), rtol=1e-12, atol=1e-13
     )
+
+
+def test_memory_is_held_for_few_shapes_and_threads_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, weight = rows()
+    model, w = built(plain(), x, y)
+    kept = model._layered.operations  # type: ignore[union-attr]
+    parts = [slice(size) for size in (ROWS, 3, 2, ROWS, 3)]
+    wanted = [by_autograd(model).grad(w, x[part], y[part], weight[part]) for part in parts]
+
+    def all_of_them(_: int) -> list[Tensor]:
+        return [model.grad(w, x[part], y[part], weight[part]) for part in parts]
+
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(all_of_them, range(20)):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    assert 1 <= len(kept) <= 2
+    assert all([key[0][0] for key in shapes] == [ROWS, 3] for shapes in kept.values())
+    kept.clear()
+    monkeypatch.setattr(layered, "KEPT_BYTES", 0)
+    torch.testing.assert_close(all_of_them(0), wanted, rtol=1e-12, atol=1e-13)
+    assert list(kept.values()) == [{}]
 
 
 def frozen() -> nn.Module:
