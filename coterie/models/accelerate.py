@@ -163,16 +163,7 @@ class _Shape:
 
     def _graph(self, size: int) -> torch.cuda.CUDAGraph:
         if size not in self.graphs:
-            aside = torch.cuda.Stream(self.outputs.device)
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(2):
-                    self._compute(size)
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._compute(size)
-            self.graphs[size] = graph
+            self.graphs[size], _ = _recorded(lambda: self._compute(size), self.pool, self.outputs.device)
         return self.graphs[size]
 
     def _compute(self, size: int) -> None:
@@ -185,3 +176,45 @@ class _Shape:
                 self.outputs[k].copy_(self.gradient(*(part[k] for part in self.inputs)))
         for stream in used:
             main.wait_stream(stream)
+
+
+class Replayed:
+    """A function of tensors as replays of CUDA graphs, one for each shape of its inputs; they share their memory.
+
+    What the function reads besides its inputs must stay where it is. Beyond `SHAPES` shapes it is called.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.pool: Any = None
+        self.graphs: dict[tuple[Any, ...], tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        shape = tuple((part.device, part.dtype, part.shape) for part in inputs)
+        if shape not in self.graphs:
+            if len(self.graphs) == SHAPES:
+                return self.function(*inputs)
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            held = [part.clone() for part in inputs]
+            self.graphs[shape] = (held, *_recorded(lambda: self.function(*held), self.pool, held[0].device))
+        held, graph, output = self.graphs[shape]
+        for kept, given in zip(held, inputs, strict=True):
+            kept.copy_(given)
+        graph.replay()
+        return output.clone()
+
+
+def _recorded(
+    compute: Callable[[], Any], pool: Any, device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The kernels of `compute` as a graph, and what it returns, which a replay writes anew."""
+    aside = torch.cuda.Stream(device)
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            compute()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = compute()
+    return graph, result

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.errors import SettingError
+from coterie.models.accelerate import Replayed
 from coterie.models.language_weights import quiet, require
 from coterie.models.token_loss import token_losses
 
@@ -50,6 +51,7 @@ class Adapted:
         self.names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.sizes = [p.numel() for p in self.parameters]
+        self._lay_out()
         self.d, self.piece = sum(self.sizes), piece
         lists = [list(part) for part in self.base.modules() if isinstance(part, nn.ModuleList)]
         self.layers: list[nn.Module] = max(lists, key=len, default=[])
@@ -62,6 +64,13 @@ class Adapted:
                 warnings.simplefilter("ignore")
                 for layer in self.layers:
                     layer.compile(dynamic=False)
+
+    def _lay_out(self) -> None:
+        """Adapters become views of one vector; graphs that read them where they were are forgotten."""
+        self._flat = torch.cat([p.data.reshape(-1) for p in self.parameters])
+        for p, part in zip(self.parameters, self._flat.split(self.sizes), strict=True):
+            p.data = part.view_as(p)
+        self._replayed: Replayed | None = Replayed(self._gradient)
 
     @property
     def base(self) -> Any:
@@ -100,6 +109,7 @@ class Adapted:
             self.module.to(device)
             for p in self.module.parameters():
                 p.data = p.data.to(dtype)
+            self._lay_out()
         return self
 
     def start(self, seed: int) -> Tensor:
@@ -115,9 +125,7 @@ class Adapted:
 
     def fill(self, w: Tensor) -> None:
         """Put the adapters of a client, [d], into the model."""
-        with torch.no_grad():
-            for p, part in zip(self.parameters, w.split(self.sizes), strict=True):
-                p.copy_(part.view_as(p))
+        self._flat.copy_(w)
 
     def losses(self, x: Tensor, plain: bool = False) -> Tensor:
         """Loss of every token after the first, [rows, length - 1]; `plain` operations have second derivatives."""
@@ -143,7 +151,7 @@ class Adapted:
         if shape not in self._trusted:
             self._trusted[shape] = self._compiles(x, share)
         if self._trusted[shape]:
-            return self._gradient(x, share)
+            return self._replay(x, share) if x.is_cuda else self._gradient(x, share)
         with torch.compiler.set_stance("force_eager"):
             return self._gradient(x, share)
 
@@ -173,6 +181,17 @@ class Adapted:
             parts = torch.autograd.grad(self.value(x, share), self.parameters)
         flat = torch.cat([part.reshape(-1) for part in parts])
         return flat if flat.dtype == torch.float64 else flat.float()
+
+    def _replay(self, x: Tensor, share: Tensor) -> Tensor:
+        """The gradient as a graph: thousands of small kernels are launched at once."""
+        if self._replayed is not None:
+            try:
+                return self._replayed(x, share)
+            except RuntimeError as problem:
+                line = (str(problem).strip().splitlines() or [""])[0]
+                warnings.warn(f"no CUDA graph of the gradient, which is slower: {line}", stacklevel=3)
+                self._replayed = None
+        return self._gradient(x, share)
 
     def _compiles(self, x: Tensor, share: Tensor) -> bool:
         """Whether compiled layers give the gradient that plain ones give."""

@@ -50,6 +50,7 @@ class CausalLM(Model):
     micro_batch: int | None = None
     checkpointing: bool = False
     compiled: bool = False
+    clip: float | None = None
     length: int | None = None
     held: _Held = field(default_factory=_Held, repr=False)
 
@@ -61,6 +62,8 @@ class CausalLM(Model):
             raise SettingError(f"precision={self.precision!r} is unknown: choose from {known}.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise SettingError(f"micro_batch={self.micro_batch}; give 1 or more rows, or None.")
+        if self.clip is not None and not self.clip > 0:
+            raise SettingError(f"clip={self.clip}; give a length above 0, or None.")
         if not set(self.target.split("+")) <= set(PARTS):
             raise SettingError(f"target={self.target!r}: choose attention, mlp, or attention+mlp.")
 
@@ -178,6 +181,7 @@ class CausalLM(Model):
             "micro_batch": self.micro_batch,
             "checkpointing": self.checkpointing,
             "compiled": self.compiled,
+            "clip": self.clip,
         }
 
     def save_adapter(self, w: Tensor, folder: str | Path) -> None:
@@ -226,7 +230,8 @@ class CausalLM(Model):
     def _counted(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that count and the share of every token in the loss, [rows, length - 1]."""
         exact = torch.float64 if w.dtype == torch.float64 else torch.float32
-        x, y, weight = (part[weight != 0] for part in (x, y, weight))
+        counts = weight.nonzero().squeeze(-1)
+        x, y, weight = (part[counts] for part in (x, y, weight))
         weight, y = weight.double(), y.double()
         places = torch.arange(x.shape[1] - 1, device=x.device) < y.unsqueeze(1)
         share = weight * weight.sum() / (weight @ y)
@@ -246,7 +251,9 @@ class CausalLM(Model):
         for tokens, share in self._pieces(w, *self._counted(w, x, y, weight)):
             total += adapted.gradient(tokens, share)
             self.held.trained += share.numel()
-        return total
+        if self.clip is None:
+            return total
+        return total * (self.clip / total.norm().clamp_min(1e-30)).clamp(max=1)
 
     def _hvp(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:
         """By differentiating (gradient)'v, with operations that have second derivatives."""
@@ -311,13 +318,15 @@ def causal_lm(
     micro_batch: int | None = None,
     checkpointing: bool = False,
     compiled: bool = False,
+    clip: float | None = None,
 ) -> CausalLM:
     """A pretrained language model whose parameters are low-rank adapters (peft's LoRA); the rest is frozen.
 
     `path_or_name`: a folder with config.json and safetensors, a .gguf file, "smollm2", or a name that transformers
     knows. `target`: "attention", "mlp" or both. `precision="bf16"` computes in bfloat16 and keeps adapters and sums
     in the federation's type; "auto" does so on a GPU. Gradients are accumulated over `micro_batch` rows at a time
-    (None: what fits), `checkpointing` recomputes layers in the backward pass, `compiled` is worth it for long runs.
+    (None: what fits), `checkpointing` recomputes layers in the backward pass, `compiled` is worth it for long runs
+    (on a GPU it replays a graph). Gradients longer than `clip` are shortened to it, as language models like it.
     """
     return CausalLM(
         source=str(path_or_name),
@@ -328,4 +337,5 @@ def causal_lm(
         micro_batch=micro_batch,
         checkpointing=checkpointing,
         compiled=compiled,
+        clip=clip,
     )

