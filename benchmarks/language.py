@@ -1,4 +1,4 @@
-"""How fast the gradient of a language model with adapters is, plain and compiled, and of how many rows at a time.
+"""How fast the gradient of a language model with adapters is: plain, compiled, merged, of how many rows at a time.
 
     python -m benchmarks.language [--model smollm2] [--rows 200] [--context 512] [--micro-batch 50,100,200]
 
@@ -9,6 +9,7 @@ rounds of each method of experiment cobo/languages would take.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 
@@ -62,19 +63,19 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="not compiled only")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for compiled in (False,) if given.plain else (False, True):
-        for size in map(int, given.micro_batch.split(",")):
-            model = causal_lm(given.model, precision="auto", micro_batch=size, compiled=compiled)
-            line: dict[str, float | str] = {"compiled": str(compiled).lower(), "micro_batch": size}
-            try:
-                line |= measured(model, given.rows, given.context, given.repeats, device)
-            except torch.cuda.OutOfMemoryError:
-                line["failed"] = "out of memory"
-            print(json.dumps(line), flush=True)
-            del model
-            torch.cuda.empty_cache()
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+    sizes = list(map(int, given.micro_batch.split(",")))
+    for compiled, merged, size in itertools.product((False, True)[: 2 - given.plain], (False, True), sizes):
+        model = causal_lm(given.model, precision="auto", micro_batch=size, compiled=compiled, merged=merged)
+        line: dict[str, float | str] = {"compiled": compiled, "merged": merged, "micro_batch": size}
+        try:
+            line |= measured(model, given.rows, given.context, given.repeats, device)
+        except torch.cuda.OutOfMemoryError:
+            line["failed"] = "out of memory"
+        print(json.dumps(line), flush=True)
+        del model
+        torch.cuda.empty_cache()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class CausalLM(Model):
     micro_batch: int | None = None
     checkpointing: bool = False
     compiled: bool = False
+    merged: bool = False
     clip: float | None = None
     length: int | None = None
     held: _Held = field(default_factory=_Held, repr=False)
@@ -80,11 +81,19 @@ class CausalLM(Model):
         """The frozen base with one set of adapters, where it was last used."""
         if self.held.adapted is None:
             require()
-            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+            low = self.precision == "bf16" and not self.merged
+            dtype = torch.bfloat16 if low else torch.float32
             model = read_model(locate(self.source), dtype)
             piece = GPU_PIECE if torch.cuda.is_available() else CPU_PIECE
             made = Adapted(
-                model, self.rank, self.alpha, self.target, self.checkpointing, self.compiled, piece
+                model,
+                self.rank,
+                self.alpha,
+                self.target,
+                self.checkpointing,
+                self.compiled,
+                self.merged,
+                piece,
             )
             made.check_head()
             self.held.adapted = made
@@ -181,6 +190,7 @@ class CausalLM(Model):
             "micro_batch": self.micro_batch,
             "checkpointing": self.checkpointing,
             "compiled": self.compiled,
+            "merged": self.merged,
             "clip": self.clip,
         }
 
@@ -318,6 +328,7 @@ def causal_lm(
     micro_batch: int | None = None,
     checkpointing: bool = False,
     compiled: bool = False,
+    merged: bool = False,
     clip: float | None = None,
 ) -> CausalLM:
     """A pretrained language model whose parameters are low-rank adapters (peft's LoRA); the rest is frozen.
@@ -326,7 +337,8 @@ def causal_lm(
     knows. `target`: "attention", "mlp" or both. `precision="bf16"` computes in bfloat16 and keeps adapters and sums
     in the federation's type; "auto" does so on a GPU. Gradients are accumulated over `micro_batch` rows at a time
     (None: what fits), `checkpointing` recomputes layers in the backward pass, `compiled` is worth it for long runs
-    (on a GPU it replays a graph). Gradients longer than `clip` are shortened to it, as language models like it.
+    (on a GPU it replays a graph), `merged` multiplies adapters out into the weights instead of computing beside
+    them. Gradients longer than `clip` are shortened to it, as language models like it.
     """
     return CausalLM(
         source=str(path_or_name),
@@ -337,5 +349,6 @@ def causal_lm(
         micro_batch=micro_batch,
         checkpointing=checkpointing,
         compiled=compiled,
+        merged=merged,
         clip=clip,
     )

@@ -110,7 +110,7 @@ def test_accumulation_and_recomputing_change_nothing(model: CausalLM, tiny: Path
     x, y = rows()
     weight, w = torch.full((6,), 1 / 6, dtype=torch.float64), point(model)
     whole = model.grad(w, x, y, weight)
-    for options in ({"micro_batch": 1}, {"micro_batch": 4}, {"checkpointing": True}):
+    for options in ({"micro_batch": 1}, {"micro_batch": 4}, {"checkpointing": True}, {"merged": True}):
         other = causal_lm(tiny, **options).fit_to(x, y)
         assert torch.allclose(other.grad(w, x, y, weight), whole, rtol=1e-9, atol=1e-13), options
 
