@@ -120,7 +120,7 @@ class Unfolded:
 
 
 class Dense:
-    """A linear layer."""
+    """A linear layer. Backwards, large weights are read once: in blocks of columns, which move as soon as they are."""
 
     def __init__(self) -> None:
         self.slopes: Tensor | None = None
@@ -141,7 +141,7 @@ class Dense:
         if self.slopes is None:
             self.slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
         inner, step = self.slopes.view(inputs.shape), max(1, CACHED // len(weight))
-        for first in reversed(range(0, weight.shape[1], step)):  # the last columns were read last
+        for first in range(0, weight.shape[1], step):
             columns = slice(first, first + step)
             torch.mm(rows, weight[:, columns], out=inner[:, columns])
             put(0, rows, inputs[:, columns], columns)
