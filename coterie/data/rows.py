@@ -43,7 +43,7 @@ class Rows:
     largest: int = field(init=False)
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
-    _kernels: list[tuple[Tensor, Tensor]] = field(init=False, repr=False)
+    _kernels: list[tuple[Tensor, Tensor | None]] = field(init=False, repr=False)
     parts: dict[int, Any] = field(init=False, repr=False)
     """Everybody in so many parts, for who computes them side by side again and again."""
 
@@ -55,7 +55,7 @@ class Rows:
         object.__setattr__(self, "parts", {})
 
     def __len__(self) -> int:
-        return len(self.size)
+        return self.size.shape[0]
 
     def of(self, client: int) -> tuple[Tensor, Tensor]:
         """The rows of one client."""
@@ -134,13 +134,16 @@ class Rows:
                     products = torch.zeros(len(self) * width, width, dtype=self.x.dtype)
                     self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
         products, made = self._kernels[0]
-        here = made if at is None else made[at]
-        if not here.all():
-            everyone = torch.arange(len(self)) if at is None else at
-            for client in everyone[~here].tolist():
-                x, first = self.of(client)[0], client * self.largest
-                torch.mm(x, x.mT, out=products[first : first + len(x), : len(x)])
-            made[everyone] = True
+        if made is not None:
+            here = made if at is None else made[at]
+            if not here.all():
+                everyone = torch.arange(len(self)) if at is None else at
+                for client in everyone[~here].tolist():
+                    x, first = self.of(client)[0], client * self.largest
+                    torch.mm(x, x.mT, out=products[first : first + len(x), : len(x)])
+                made[everyone] = True
+            elif made.all():
+                self._kernels[0] = products, None
         return products
 
     @property

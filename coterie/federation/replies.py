@@ -27,7 +27,7 @@ class Replies:
     weights: Tensor
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.ids.shape[0]
 
     def __getitem__(self, name: str) -> Tensor:
         return written_out(self.named[name])

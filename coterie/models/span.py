@@ -35,7 +35,7 @@ def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
     """Whether all rows of a client are no more than are `drawn`, and their inner products no more than they are."""
     if not isinstance(model, Glm) or (model.l2 and model.intercept) or rows.augment is not None:
         return False
-    total, clients = len(rows.x), len(rows)
+    total, clients = rows.x.shape[0], len(rows)
     return (
         total <= drawn * clients
         and total * model.d >= FEWEST_PRODUCTS * clients
@@ -67,13 +67,17 @@ def descend(
     for _ in range(drawn.shape[1]):
         share, centre_share = share * keeps, centre_share * keeps + pulled
     paces, steps = weight * -lr, stepper(model._residuals)
+    given = {  # slices are made here: threads that ask for Python's lock by turns are slow
+        own: (tables[k], None if centres is None else centres[k], drawn[k], paces[k])
+        for own in parts
+        for k in (own.clients,)
+    }
 
     def train(own: Own) -> tuple[Tensor, Tensor]:
-        k, kernels = own.clients, rows.kernels(own.at)
-        scores, middle = own.scores(tables[k]), None if centres is None else own.scores(centres[k])
-        return steps(
-            scores, middle, drawn[k], paces[k], rows.y, own.layout, kernels, own.kernel, keeps, pulled
-        )
+        table, centre, *draws = given[own]
+        places = (rows.y, own.layout, rows.kernels(own.at), own.kernel)
+        middle = None if centre is None else own.scores(centre)
+        return steps(own.scores(table), middle, *draws, *places, keeps, pulled)
 
     shares, witnesses = zip(*side_by_side(train, parts), strict=True)
     by_part = dict(zip(parts, shares, strict=True))
