@@ -87,16 +87,10 @@ class Winograd:
         self.image, self.small = _image(self.pieces), _image(self.largest)
 
         rows = (SPAN * SPAN, across * n)
+        places = [None] * down if self.places is None else map(_image, self.places)
         self.bands = [
-            Band(
-                v.flatten(2),
-                v.view(*rows, c),
-                v.view(*rows, c).mT,
-                y,
-                self.dx[TILE * k : TILE * k + SPAN].flatten(1),
-                None if self.places is None else _image(self.places[k]),
-            )
-            for k, (v, y) in enumerate(zip(self.v, self._tiled(self.y), strict=True))
+            Band(v.flatten(2), v.view(*rows, c), y, self.dx[TILE * k : TILE * k + SPAN].flatten(1), place)
+            for k, (v, y, place) in enumerate(zip(self.v, self._tiled(self.y), places, strict=True))
         ]
         self.products = self.m.view(*rows, outputs), self.dv.view(*rows, c)
 
@@ -114,12 +108,9 @@ class Winograd:
     @staticmethod
     def pools(layer: nn.Module) -> bool:
         """Whether this layer, coming next, can be taken along."""
-        sizes = ("kernel_size", 2), ("stride", 2), ("padding", 0), ("dilation", 1)
-        return (
-            type(layer) is nn.MaxPool2d
-            and not layer.ceil_mode
-            and all(getattr(layer, name) in (size, (size, size)) for name, size in sizes)
-        )
+        sizes = {"kernel_size": 2, "stride": 2, "padding": 0, "dilation": 1, "ceil_mode": False}
+        plain = (getattr(layer, name, None) in (size, (size, size)) for name, size in sizes.items())
+        return type(layer) is nn.MaxPool2d and all(plain)
 
     def forward(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """[N, C, H, W] -> [N, O, H', W'], which is [H', W', N, O] in memory."""
@@ -164,7 +155,7 @@ class Winograd:
                 aten.max_pool2d_with_indices_backward.grad_input(self.small, *pool, grad_input=self.image)
             torch.bmm(out_of, pieces, out=half)
             torch.mm(self.results.t(), half_lines, out=m_lines)
-            self.du.baddbmm_(band.turned, m, beta=1 if k else 0)
+            self.du.baddbmm_(band.factors.mT, m, beta=1 if k else 0)
             if needs:
                 torch.bmm(m, self.u.mT, out=dv)
                 torch.bmm(into, apart, out=tiles)
@@ -196,7 +187,6 @@ class Band(NamedTuple):
 
     v: Tensor  # [6, 6, tiles x rows x channels]
     factors: Tensor  # the same as [36, tiles x rows, channels]
-    turned: Tensor  # the same as [36, channels, tiles x rows]
     y: Tensor  # [4, 4, tiles, rows x outputs], or [2, 2, ...] of the largest
     dx: Tensor  # [6, positions x rows x channels]
     places: Tensor | None  # where the largest come from
