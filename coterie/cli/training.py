@@ -175,6 +175,9 @@ def adapters(
     settings: SetOption = None,
     rounds: RoundsOption = 100,
     rank: Annotated[int, typer.Option(min=1, metavar="N", help="of the adapters")] = 4,
+    clip: Annotated[
+        float, typer.Option(metavar="LENGTH", help="longer gradients are shortened to it; 0: none is")
+    ] = 1.0,
     context: Annotated[int, typer.Option(min=2, metavar="N", help="tokens in a row")] = 512,
     tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="at most so many of a client")
@@ -189,7 +192,7 @@ def adapters(
 ) -> None:
     """Teach a language model the texts of every client: an adapter each, from those who help each other.
 
-    Steps are lr=0.03 on batch=8 rows unless --set says otherwise; cobo has its weights on the simplex and rho=0.1.
+    Steps are lr=0.1 on batch=8 rows unless --set says otherwise; cobo has its weights on the simplex and rho=0.1.
     """
     import torch
 
@@ -197,7 +200,7 @@ def adapters(
     from coterie.algorithms import make
     from coterie.runs.fit import fit as train
 
-    usual: dict[str, Any] = {"lr": 0.03, "batch": 8}
+    usual: dict[str, Any] = {"lr": 0.1, "batch": 8}
     if algorithm == "cobo":
         usual |= {"rho": 0.1, "domain": "simplex"}
     method = make(algorithm, **(usual | assignments(settings or [])))
@@ -205,7 +208,7 @@ def adapters(
     source = str(Path(model).resolve()) if Path(model).exists() else model
     fed = Federation.from_texts(
         texts,
-        models.causal_lm(source, lora_rank=rank, precision="auto"),
+        models.causal_lm(source, lora_rank=rank, precision="auto", clip=clip or None),
         client=client,
         text=text,
         context=context,
