@@ -17,7 +17,15 @@ from coterie.federation.ledger import PEERS
 from coterie.federation.replies import Replies
 from coterie.federation.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
-from coterie.theory.collaboration import all_pairs, both_ends, degrees, mixed, pulled, weight_quality
+from coterie.theory.collaboration import (
+    all_pairs,
+    both_ends,
+    degrees,
+    midpoints,
+    mixed,
+    pulled,
+    weight_quality,
+)
 from coterie.theory.simplex import onto_simplex
 
 SAMPLING = ("constant", "time", "mixed", "all")
@@ -79,8 +87,10 @@ class CoBo(Algorithm):
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = self.present(fed, t)
+        own = {"x": s.models if ids is None else s.models[ids]}
+        fed.expect(self.slope, own, to=ids)
         weights = self.refreshed(fed, s, t, ids)
-        r = fed.map(self.slope, each={"x": s.models if ids is None else s.models[ids]}, to=ids)
+        r = fed.map(self.slope, each=own, to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model moves")
         return self.moved(fed, s, t, weights, r)
@@ -118,7 +128,7 @@ class CoBo(Algorithm):
         chance = self.chance(fed.n, t)
         if chance < 1:
             drawn = (fed.uniform("pairs", t, len(i)) < chance).nonzero().squeeze(-1)
-            i, j = i[drawn], j[drawn]
+            i, j = i.index_select(0, drawn), j.index_select(0, drawn)
         if ids is not None:
             here = torch.zeros(fed.n, dtype=torch.bool)
             here[ids.cpu()] = True
@@ -139,8 +149,7 @@ class CoBo(Algorithm):
         asked = torch.cat([i, j])
         ends = asked.to(fed.device, non_blocking=True)
         i, j = ends.chunk(2)
-        middle = models.index_select(0, i).lerp_(models.index_select(0, j), 0.5)
-        r = fed.map(self.agree, each={"z": middle.repeat(2, 1)}, to=asked, link=PEERS)
+        r = fed.map(self.agree, each={"z": midpoints(models, i, j)}, to=asked, link=PEERS)
         if len(r) == len(ends):
             first, second = r.values.chunk(2)
         elif len(r) == 0:
@@ -170,22 +179,23 @@ class CoBo(Algorithm):
         if not everyone:
             near = (seen > 0) & (seen >= t - self.patience)
             links = weights * near * (seen == t).unsqueeze(1)
-        pull = s.lr * self.strength(s, links)
+        degree = degrees(links)
+        pull = s.lr * self.strength(s, degree)
         if not everyone:
             slopes = torch.zeros_like(s.models).index_copy_(0, r.ids, slopes)
         if self.implicit:
-            models = mixed(torch.linalg.inv(pulled(links, -pull)), s.models - s.lr * slopes)
+            models = mixed(torch.linalg.inv(pulled(links, degree, -pull)), s.models - s.lr * slopes)
         else:
-            models = mixed(pulled(links, pull), s.models, slopes, s.lr)
+            models = mixed(pulled(links, degree, pull), s.models, slopes, s.lr)
         if joined < n:
             models = _with_newcomers(models, weights, seen > 0)
         return s.replace(models=models, weights=weights, seen=seen, joined=joined, **memory)
 
-    def strength(self, s: State, links: Tensor) -> Tensor | float:
+    def strength(self, s: State, degree: Tensor) -> Tensor | float:
         """rho_t: rho, or less where the guard says so."""
         if self.implicit or self.guard == 0:
             return s.rho
-        return (self.guard / (s.lr * degrees(links).max())).clamp(max=s.rho)
+        return (self.guard / (s.lr * degree.max())).clamp(max=s.rho)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x

@@ -63,6 +63,7 @@ class Federation:
         self.ledger = Ledger()
         self.left_out: list[tuple[int, int, str]] = []  # round, client, reason
         self.begun = torch.zeros(self.n, dtype=torch.bool, device=device)
+        self._ahead = randomness.Ahead(seed)
         self.round, self._calls, self._all_begun = 0, 0, False
         self._state: State | None = None
         self._sampled: tuple[Tensor | None, Any] = None, None  # the last cohort, and whence others come
@@ -170,7 +171,7 @@ class Federation:
 
     def uniform(self, purpose: str, t: int, count: int = 1) -> Tensor:
         """Draws from [0, 1) on the server, [count], a function of seed, purpose and round."""
-        return randomness.uniform(randomness.slots(randomness.key(self.seed, purpose, t), count))
+        return self._ahead.draws(purpose, t, count)
 
     def coin(self, purpose: str, t: int, which: int = 0) -> float:
         """One draw from [0, 1) that server and clients know from the seed, for coins they share."""
@@ -217,6 +218,17 @@ class Federation:
                 ids, each = self._welcome(algorithm, ids, each)
         encoder = None if compress is None else compressor(compress)
         return self._call(algorithm, phase.__name__, ids, shared, each, link, encoder)
+
+    def expect(self, phase: Callable[..., Any], each: dict[str, Tensor], to: Tensor | None = None) -> None:
+        """Say what `map` will ask for later in this round: clients in this process may begin with it.
+
+        It changes no result, and nothing is metered until it is asked for.
+        """
+        expects = getattr(self.runtime, "expect", None)
+        if expects is not None and to is None and not self.dropout:
+            algorithm = phase.__self__  # type: ignore[attr-defined]
+            if self.all_begun(algorithm):
+                expects(Call(algorithm, phase.__name__, self.round, -1, {}, each))
 
     def all_begun(self, algorithm: Any) -> bool:
         """Whether no client has a `begin` before it."""

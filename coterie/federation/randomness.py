@@ -19,6 +19,8 @@ Coordinate = int | str | Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
+AHEAD_NUMBERS = 1 << 15  # draws of coming rounds that are made at once
+MOST_HELD = 8  # purposes and counts for which draws are kept
 COHORT_NUMBERS = 1 << 11  # ids in the cohorts that are drawn at once
 
 
@@ -89,6 +91,28 @@ def slots(keys: Tensor, count: int) -> Tensor:
     if keys.device.type == "cpu":
         return torch.from_numpy(_mix_array(keys.numpy()[..., None] + _ramp(count, keys.device).numpy()))
     return _mix(_ramp(count, keys.device) + keys.unsqueeze(-1))
+
+
+class Ahead:
+    """Uniform draws of rounds, those of several rounds at once where round follows round: calls cost, not numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._held: dict[tuple[str, int], tuple[int, Tensor]] = {}  # first round and draws [rounds, count]
+
+    def draws(self, purpose: str, t: int, count: int) -> Tensor:
+        """[count], a function of seed, purpose and round."""
+        if 2 * count > AHEAD_NUMBERS:
+            return uniform(slots(key(self.seed, purpose, t), count))
+        first, held = self._held.get((purpose, count), (t, torch.empty(0)))
+        if not first <= t < first + len(held):
+            follows = t == first + len(held) and len(held) > 0
+            rounds = torch.arange(t, t + (AHEAD_NUMBERS // max(1, count) if follows else 1))
+            first, held = t, uniform(slots(key(self.seed, purpose, rounds), count))
+            if len(self._held) >= MOST_HELD:
+                self._held.clear()
+            self._held[purpose, count] = first, held
+        return held[t - first].clone()
 
 
 def permutation(keys: Tensor, n: int) -> Tensor:

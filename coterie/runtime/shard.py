@@ -26,6 +26,7 @@ from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
 from coterie.models.unwritten import written_out
 from coterie.runtime.draws import Draws
+from coterie.runtime.early import Early
 from coterie.runtime.store import Store
 from coterie.runtime.visits import Answer, Call, Visits, visit_keys
 from coterie.runtime.workers import workers
@@ -65,6 +66,7 @@ class Shard:
         self._apart: set[tuple[type, str]] = set()  # algorithms and phases that do not
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
         self.draws = Draws(seed, self.train, self.ids)
+        self._early = Early()
         self._statistics: Any = None
         self._descent: Descent | None = None
 
@@ -141,7 +143,9 @@ class Shard:
         ) -> tuple[dict[str, Any], Tensor | None, dict[str, Parcel]]:
             if welcome is not None:
                 call.algorithm.begin(client, **self._received(welcome, {}, client, rows))
-            reply = phase(client, **self._received(call.shared, call.each, client, rows))
+            reply = self._early.reply(call, client)
+            if reply is None:
+                reply = phase(client, **self._received(call.shared, call.each, client, rows))
             reply = reply if then is None else then(client, reply)
             named: dict[str, Any] = as_reply(reply, call.phase, as_tensors or not client.whole)
             sealed = client.sealer.seal(client, named := dict(named)) if call.compress is not None else {}
@@ -161,6 +165,13 @@ class Shard:
             goods.append(good)
         answer = self._join(parts, goods)
         return Answer(answer.named, answer.good, parcels)
+
+    def expect(self, call: Call) -> None:
+        """Begin with what everybody is to be asked later in this round, where that pays."""
+        whole = not self.loop and len(self.ids) <= self.stack_size(call.algorithm.batch)
+        if whole and self.workers == 1 and self.device.type == "cpu":
+            products = len(self.train.x) * self.model.d
+            self._early.begin(call, lambda keys: Client(self, None, keys, call.algorithm.batch), products)
 
     def _visited(
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]

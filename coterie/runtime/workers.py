@@ -90,6 +90,7 @@ class _Mine(threading.local):
     def __init__(self) -> None:
         self.helpers: list[Helper] = []
         self.hands = 1
+        self.begun = 0  # helpers that compute something for later
 
 
 _mine = _Mine()
@@ -98,11 +99,34 @@ _mine = _Mine()
 @contextmanager
 def helped(count: int) -> Iterator[None]:
     """Let this thread share out its work to `count` threads, itself among them."""
-    before, _mine.hands = _mine.hands, count
+    before = _mine.hands, _mine.begun
+    _mine.hands, _mine.begun = count, 0
     try:
         yield
     finally:
-        _mine.hands = before
+        _mine.hands, _mine.begun = before
+
+
+def spare_hands() -> int:
+    """Threads that may compute what this one has to, itself among them."""
+    return _mine.hands - _mine.begun
+
+
+def begun(function: Callable[[], Result]) -> Callable[[], Result]:
+    """Let a helper compute something while this thread goes on; what is returned waits for it."""
+    helper = _mine.helpers.pop() if _mine.helpers else Helper()
+    helper.ask(lambda _: function(), None)
+    _mine.begun += 1
+
+    def end() -> Result:
+        result, problem = helper.answer()
+        _mine.helpers.append(helper)
+        _mine.begun -= 1
+        if problem is not None:
+            raise problem
+        return result
+
+    return end
 
 
 def side_by_side(function: Callable[[Work], Result], works: Sequence[Work]) -> list[Result]:
@@ -125,7 +149,7 @@ def side_by_side(function: Callable[[Work], Result], works: Sequence[Work]) -> l
 
 def shared_out(function: Callable[[slice], Result], length: int, products: int) -> list[Result]:
     """The function of parts of 0..length, side by side where there are hands and so many multiplications are enough."""
-    count = min(_mine.hands, length) if products >= SHARED_PRODUCTS else 1
+    count = min(spare_hands(), length) if products >= SHARED_PRODUCTS else 1
     if count <= 1:
         return [function(slice(0, length))]
     cuts = [length * k // count for k in range(count + 1)]

@@ -23,10 +23,10 @@ def degrees(weights: Tensor) -> Tensor:
     return weights.sum(-1) - weights.diagonal()
 
 
-def pulled(weights: Tensor, pull: Tensor | float) -> Tensor:
-    """1 - pull L, which moves models towards each other, with the Laplacian L = diag(degrees) - W."""
+def pulled(weights: Tensor, degree: Tensor, pull: Tensor | float) -> Tensor:
+    """1 - pull L, which moves models towards each other, with the Laplacian L = diag(degree) - W."""
     result = weights * pull
-    result.diagonal().copy_(1 - pull * degrees(weights))
+    result.diagonal().copy_(1 - pull * degree)
     return result
 
 
@@ -41,6 +41,15 @@ def mixed(weights: Tensor, models: Tensor, slopes: Tensor | None = None, lr: flo
             mixture.sub_(lr * slopes[:, columns])
 
     shared_out(mix, models.shape[1], weights.numel() * models.shape[1])
+    return result
+
+
+def midpoints(models: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """(x_i + x_j)/2 of pairs [P], for their first ends and again for the second, [2 P, d]."""
+    result = models.new_empty(2 * len(i), models.shape[1])
+    first, second = result.chunk(2)
+    torch.index_select(models, 0, i, out=first).lerp_(models.index_select(0, j), 0.5)
+    second.copy_(first)
     return result
 
 

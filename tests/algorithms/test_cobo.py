@@ -21,7 +21,7 @@ from coterie.runs.cobo_quadratic import (
     squared_distances,
     trajectory,
 )
-from coterie.theory.collaboration import pulled, refreshes_until_cut, stationary_consensus
+from coterie.theory.collaboration import degrees, pulled, refreshes_until_cut, stationary_consensus
 from coterie.theory.simplex import onto_simplex
 
 
@@ -329,7 +329,9 @@ def test_projection_on_the_simplex_equals_brute_force():
 
 def test_the_pull_ignores_the_own_weight():
     w = torch.tensor([[0.5, 0.2], [0.4, 0.1]], dtype=torch.float64)
-    torch.testing.assert_close(pulled(w, 0.5), torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64))
+    torch.testing.assert_close(
+        pulled(w, degrees(w), 0.5), torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64)
+    )
 
 
 @pytest.mark.slow

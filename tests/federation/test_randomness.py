@@ -97,3 +97,17 @@ def test_a_number_is_the_uniform_draw_of_its_key():
         drawn = randomness.number(3, "coin", t, 2)
         assert drawn == float(randomness.uniform(randomness.key(3, "coin", t, 2)))
         assert 0.0 <= drawn < 1.0
+
+
+def test_draws_of_coming_rounds_are_those_of_each_round(monkeypatch):
+    monkeypatch.setattr(randomness, "AHEAD_NUMBERS", 40)
+
+    def alone(purpose, t, count):
+        return randomness.uniform(randomness.slots(randomness.key(7, purpose, t), count))
+
+    ahead = randomness.Ahead(7)
+    for t in [1, 2, 3, 4, 5, 6, 7, 3, 4, 9, 10, 11]:
+        for purpose, count in [("pairs", 10), ("pairs", 12), ("coins", 10), ("many", 30), ("none", 0)]:
+            drawn = ahead.draws(purpose, t, count)
+            assert torch.equal(drawn, alone(purpose, t, count))
+            drawn.zero_()  # what a caller does with its draws is its own affair
