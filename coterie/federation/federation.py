@@ -88,18 +88,8 @@ class Federation:
         """
         from coterie.federation.build import from_arrays
 
-        return from_arrays(
-            xs,
-            ys,
-            model,
-            clusters=clusters,
-            names=names,
-            split=split,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            **options,
-        )
+        options |= {"clusters": clusters, "names": names, "split": split, "seed": seed}
+        return from_arrays(xs, ys, model, dtype=dtype, device=device, **options)
 
     @staticmethod
     def from_clients(clients: Any, model: Model, **options: Any) -> Federation:
@@ -165,8 +155,8 @@ class Federation:
         if fraction >= 1.0:
             return None
         count = max(1, round(fraction * self.n))
-        ids = randomness.cohort(self.seed, t, self.n, count).to(self.device)
-        self._sampled = (ids, functools.partial(randomness.cohort, self.seed, n=self.n, count=count))
+        ids = self._ahead.cohort(t, self.n, count).to(self.device)
+        self._sampled = (ids, functools.partial(self._ahead.cohort, n=self.n, count=count))
         return ids
 
     def uniform(self, purpose: str, t: int, count: int = 1) -> Tensor:

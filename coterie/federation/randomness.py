@@ -94,11 +94,14 @@ def slots(keys: Tensor, count: int) -> Tensor:
 
 
 class Ahead:
-    """Uniform draws of rounds, those of several rounds at once where round follows round: calls cost, not numbers."""
+    """Draws of the server, those of several rounds at once where round follows round: calls cost, not numbers."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._held: dict[tuple[str, int], tuple[int, Tensor]] = {}  # first round and draws [rounds, count]
+        self._cohorts: dict[
+            tuple[int, int, int], Tensor
+        ] = {}  # of the rounds of a block, by block, n and count
 
     def draws(self, purpose: str, t: int, count: int) -> Tensor:
         """[count], a function of seed, purpose and round."""
@@ -113,6 +116,17 @@ class Ahead:
                 self._held.clear()
             self._held[purpose, count] = first, held
         return held[t - first].clone()
+
+    def cohort(self, t: int, n: int, count: int) -> Tensor:
+        """The clients of 0..n-1 asked in round t: `choose` of its key."""
+        size = max(1, COHORT_NUMBERS // count)
+        block = (t // size, n, count)
+        if block not in self._cohorts:
+            if len(self._cohorts) >= MOST_HELD:
+                self._cohorts.clear()
+            rounds = torch.arange(block[0] * size, (block[0] + 1) * size)
+            self._cohorts[block] = choose(key(self.seed, "sample", rounds), n, count)
+        return self._cohorts[block][t % size].clone()
 
 
 def permutation(keys: Tensor, n: int) -> Tensor:
@@ -141,18 +155,6 @@ def choose(keys: Tensor, n: int, count: int) -> Tensor:
     while (outside := chosen >= n).any():
         chosen[outside] = permute(chosen[outside], rounds[:, outside])
     return torch.from_numpy(np.sort(chosen)).to(keys.device)
-
-
-def cohort(seed: int, t: int, n: int, count: int) -> Tensor:
-    """The clients of 0..n-1 asked in round t, `choose` of its key; those of many rounds are drawn at once and kept."""
-    block = max(1, COHORT_NUMBERS // count)
-    return _cohorts(seed, t // block, block, n, count)[t % block].clone()
-
-
-@functools.lru_cache(maxsize=8)
-def _cohorts(seed: int, number: int, block: int, n: int, count: int) -> Tensor:
-    rounds = torch.arange(number * block, (number + 1) * block)
-    return choose(key(seed, "sample", rounds), n, count)
 
 
 @functools.lru_cache(maxsize=64)

@@ -213,8 +213,9 @@ def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
     before = torch.get_num_threads()
     own = fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0))
     torch.set_num_threads(own)
+    hands = max(1, before // own) if torch.device(fed.device).type == "cpu" else 1
     try:
-        with helped(max(1, before // own)):
+        with helped(hands):
             yield
     finally:
         torch.set_num_threads(before)
