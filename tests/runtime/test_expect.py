@@ -62,7 +62,7 @@ def test_early_replies_change_nothing(
 
 @dataclass(frozen=True)
 class Wrong(Algorithm):
-    """Expects one thing and asks for another, or never asks."""
+    """Expects one thing and asks for another, never asks, or asks for something that is kept."""
 
     batch: int = 0
     how: str = "other"
@@ -71,10 +71,11 @@ class Wrong(Algorithm):
         return State(x=torch.zeros(fed.n, fed.d))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        fed.expect(self.step, {"x": s.x + 5})
+        asked = {"x": s.x}
+        fed.expect(self.step, asked if self.how == "keeps" else {"x": s.x + 5})
         if self.how == "never":
             return s
-        return State(x=fed.map(self.step, each={"x": s.x}).values)
+        return State(x=fed.map(self.step, each=asked).values)
 
     def step(self, client: Client, x: Tensor) -> Tensor:
         if self.how == "raises" and (x > 4).any():
@@ -100,4 +101,5 @@ def test_what_was_not_asked_for_is_not_used(how: str, early: list[str]) -> None:
         for _ in range(4):
             x = found.fed.fresh().map(Wrong().step, each={"x": x}).values
         torch.testing.assert_close(found.personal, x)
+    assert bool(found.fed.runtime.store.snapshot()) == (how == "keeps")
     assert workers.spare_hands() == 1, "a thread has helpers during a run only"
