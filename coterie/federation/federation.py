@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from coterie.federation.compressors import Compressor, compressor
 from coterie.federation.ledger import INSIDE, Entry, Ledger, weigh
 from coterie.federation.parcels import Parcel
 from coterie.federation.replies import Replies
+from coterie.federation.server_draws import ServerDraws
 from coterie.federation.state import State
 from coterie.models.base import Model
 from coterie.models.unwritten import written_out
@@ -60,10 +60,9 @@ class Federation:
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
         self.everyone = torch.arange(self.n, device=device)
-        self.ledger = Ledger()
+        self.ledger, self._draws = Ledger(), ServerDraws(seed)
         self.left_out: list[tuple[int, int, str]] = []  # round, client, reason
         self.begun = torch.zeros(self.n, dtype=torch.bool, device=device)
-        self._ahead = randomness.Ahead(seed)
         self.round, self._calls, self._all_begun = 0, 0, False
         self._state: State | None = None
         self._sampled: tuple[Tensor | None, Any] = None, None  # the last cohort, and whence others come
@@ -155,13 +154,13 @@ class Federation:
         if fraction >= 1.0:
             return None
         count = max(1, round(fraction * self.n))
-        ids = self._ahead.cohort(t, self.n, count).to(self.device)
-        self._sampled = (ids, functools.partial(self._ahead.cohort, n=self.n, count=count))
+        ids = self._draws.cohort(t, self.n, count).to(self.device)
+        self._sampled = (ids, lambda later: self._draws.cohort(later, self.n, count))
         return ids
 
     def uniform(self, purpose: str, t: int, count: int = 1) -> Tensor:
         """Draws from [0, 1) on the server, [count], a function of seed, purpose and round."""
-        return self._ahead.draws(purpose, t, count)
+        return self._draws.uniform(purpose, t, count)
 
     def coin(self, purpose: str, t: int, which: int = 0) -> float:
         """One draw from [0, 1) that server and clients know from the seed, for coins they share."""

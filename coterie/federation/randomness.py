@@ -19,9 +19,6 @@ Coordinate = int | str | Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit number
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
-AHEAD_NUMBERS = 1 << 15  # draws of coming rounds that are made at once
-MOST_HELD = 8  # purposes and counts for which draws are kept
-COHORT_NUMBERS = 1 << 11  # ids in the cohorts that are drawn at once
 
 
 def key(*coordinates: Coordinate) -> Tensor:
@@ -91,42 +88,6 @@ def slots(keys: Tensor, count: int) -> Tensor:
     if keys.device.type == "cpu":
         return torch.from_numpy(_mix_array(keys.numpy()[..., None] + _ramp(count, keys.device).numpy()))
     return _mix(_ramp(count, keys.device) + keys.unsqueeze(-1))
-
-
-class Ahead:
-    """Draws of the server, those of several rounds at once where round follows round: calls cost, not numbers."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._held: dict[tuple[str, int], tuple[int, Tensor]] = {}  # first round and draws [rounds, count]
-        self._cohorts: dict[
-            tuple[int, int, int], Tensor
-        ] = {}  # of the rounds of a block, by block, n and count
-
-    def draws(self, purpose: str, t: int, count: int) -> Tensor:
-        """[count], a function of seed, purpose and round."""
-        if 2 * count > AHEAD_NUMBERS:
-            return uniform(slots(key(self.seed, purpose, t), count))
-        first, held = self._held.get((purpose, count), (t, torch.empty(0)))
-        if not first <= t < first + len(held):
-            follows = t == first + len(held) and len(held) > 0
-            rounds = torch.arange(t, t + (AHEAD_NUMBERS // max(1, count) if follows else 1))
-            first, held = t, uniform(slots(key(self.seed, purpose, rounds), count))
-            if len(self._held) >= MOST_HELD:
-                self._held.clear()
-            self._held[purpose, count] = first, held
-        return held[t - first].clone()
-
-    def cohort(self, t: int, n: int, count: int) -> Tensor:
-        """The clients of 0..n-1 asked in round t: `choose` of its key."""
-        size = max(1, COHORT_NUMBERS // count)
-        block = (t // size, n, count)
-        if block not in self._cohorts:
-            if len(self._cohorts) >= MOST_HELD:
-                self._cohorts.clear()
-            rounds = torch.arange(block[0] * size, (block[0] + 1) * size)
-            self._cohorts[block] = choose(key(self.seed, "sample", rounds), n, count)
-        return self._cohorts[block][t % size].clone()
 
 
 def permutation(keys: Tensor, n: int) -> Tensor:

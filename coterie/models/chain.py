@@ -14,21 +14,13 @@ from coterie.models.ragged import scripted
 from coterie.models.skeleton import Skeleton
 from coterie.runtime.workers import shared_out
 
-Slope = Callable[[Tensor, Tensor], Tensor]
-"""(derivative in the outputs, outputs) -> derivative in the inputs; may overwrite the first."""
-
-SLOPES: dict[type[nn.Module], Slope] = {
-    nn.ReLU: lambda slope, output: torch.ops.aten.threshold_backward(slope, output, 0),
-    nn.Tanh: lambda slope, output: torch.ops.aten.tanh_backward(slope, output),
-    nn.Sigmoid: lambda slope, output: torch.ops.aten.sigmoid_backward(slope, output),
-    nn.Identity: lambda slope, output: slope,
-}
+LAYERS = (nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity)  # those that `_write` knows by their names
 
 
 def known(skeleton: Skeleton) -> bool:
-    """Whether the module is a chain whose activations' slopes follow from their outputs."""
+    """Whether the module is such a chain."""
     layers = skeleton.layers
-    return layers is not None and all(type(layer) in (nn.Linear, *SLOPES) for layer in layers)
+    return layers is not None and all(type(layer) in LAYERS for layer in layers)
 
 
 def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, task: str) -> Tensor:
@@ -108,7 +100,7 @@ def _write(
         elif kind == "Sigmoid":
             here.sigmoid_()
         values.append(here)
-    pieces = [w][1:]
+    pieces: list[Tensor] = []
     slope = residuals(values[-1].mT, y, weight, task, 1).mT
     for place in range(len(kinds) - 1, -1, -1):
         kind = kinds[place]

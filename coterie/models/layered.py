@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.models.chain import SLOPES
 from coterie.models.operations import (
     ALL,
+    SLOPES,
     Activation,
     Dense,
     Direct,

@@ -14,13 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.models.chain import SLOPES
-
 aten = torch.ops.aten
 
 ALL = slice(None)
 CACHED = 2**18  # weights that the cache of a core holds
 MOST_UNFOLDED = 64  # inputs of one output of a convolution that is computed as one product
+
+Slope = Callable[[Tensor, Tensor], Tensor]
+"""(derivative in the outputs, outputs) -> derivative in the inputs; may overwrite the first."""
+
+SLOPES: dict[type[nn.Module], Slope] = {
+    nn.ReLU: lambda slope, output: aten.threshold_backward(slope, output, 0),
+    nn.Tanh: lambda slope, output: aten.tanh_backward(slope, output),
+    nn.Sigmoid: lambda slope, output: aten.sigmoid_backward(slope, output),
+    nn.Identity: lambda slope, output: slope,
+}
 
 Put = Callable[..., None]
 """(k, left, right=None, columns=ALL) takes the slope of parameter k: `left` or, where there is a `right`, left' right,

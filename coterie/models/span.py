@@ -22,13 +22,9 @@ from coterie.models.ragged import Layout, score, scripted, stepper
 from coterie.models.unwritten import Unwritten
 from coterie.runtime.workers import side_by_side
 
-FEWEST_PRODUCTS = (
-    1 << 17
-)  # rows times parameters of a client, below which calls cost more than what they compute
+FEWEST_PRODUCTS = 1 << 17  # rows times parameters of a client, below which calls cost more than arithmetic
 BLOCK = 128  # copies of rows are filled up to a multiple of so many
-PACKED_ELEMENTS = (
-    1 << 21
-)  # largest copy of rows that pays, because a cache holds it until they are read again
+PACKED_ELEMENTS = 1 << 21  # largest copy of rows that a cache holds until they are read again
 
 
 def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
@@ -67,19 +63,18 @@ def descend(
     for _ in range(drawn.shape[1]):
         share, centre_share = share * keeps, centre_share * keeps + pulled
     paces, steps = weight * -lr, stepper(model._residuals)
-    given = {  # slices are made here: threads that ask for Python's lock by turns are slow
-        own: (tables[k], None if centres is None else centres[k], drawn[k], paces[k])
-        for own in parts
-        for k in (own.clients,)
-    }
+    works = []  # slices are made here: threads that ask for Python's lock by turns are slow
+    for own in parts:
+        k = own.clients
+        works.append((own, tables[k], None if centres is None else centres[k], drawn[k], paces[k]))
 
-    def train(own: Own) -> tuple[Tensor, Tensor]:
-        table, centre, *draws = given[own]
+    def train(work: tuple[Own, Tensor, Tensor | None, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        own, table, centre, *draws = work
         places = (rows.y, own.layout, rows.kernels(own.at), own.kernel)
         middle = None if centre is None else own.scores(centre)
         return steps(own.scores(table), middle, *draws, *places, keeps, pulled)
 
-    shares, witnesses = zip(*side_by_side(train, parts), strict=True)
+    shares, witnesses = zip(*side_by_side(train, works), strict=True)
     by_part = dict(zip(parts, shares, strict=True))
     return Unwritten(tables, share, centres, centre_share, parts, by_part, sum(witnesses))
 

@@ -27,13 +27,7 @@ TILE, SPAN = 4, 6  # outputs and inputs of a tile, along one axis
 FEWEST_CHANNELS = 16  # with fewer the transformations cost more than they save
 MOST_ROWS = 256  # with more a band of tiles is far from fitting in a cache, and memory might run short
 
-POINTS = (
-    0.0,
-    1.0,
-    -1.0,
-    0.5,
-    -2.0,
-)  # with -0.5 and 0.5, or 2 and -2, errors of rounding were two to four times as large
+POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)  # 2 and -2, or the halves, round two to four times as much
 ONES = SPAN + 1  # a number added to this entry of M is added to all outputs of the tile
 
 

@@ -72,17 +72,6 @@ def test_choose_is_fair_to_numbers_and_to_pairs():
     assert float((off - count * (count - 1) / (n * (n - 1))).abs().max()) < 0.02
 
 
-@pytest.mark.parametrize(("n", "count"), [(1000, 20), (11, 3), (5, 5), (9000, 3000)])
-def test_cohorts_of_many_rounds_are_those_of_each(n, count):
-    drawn = randomness.Ahead(3)
-    for t in (0, 1, 2, 101, 102, 103, 5000):
-        alone = randomness.choose(randomness.key(3, "sample", t), n, count)
-        assert torch.equal(drawn.cohort(t, n, count), alone)
-    changed = drawn.cohort(1, n, count)
-    changed += 1
-    assert torch.equal(drawn.cohort(1, n, count), changed - 1), "what is kept is not given away"
-
-
 def test_permutation_holds_every_number_once():
     order = randomness.permutation(randomness.key(4, "order"), 50)
     assert torch.equal(order.sort().values, torch.arange(50)) and not torch.equal(order, torch.arange(50))
@@ -98,17 +87,3 @@ def test_a_number_is_the_uniform_draw_of_its_key():
         drawn = randomness.number(3, "coin", t, 2)
         assert drawn == float(randomness.uniform(randomness.key(3, "coin", t, 2)))
         assert 0.0 <= drawn < 1.0
-
-
-def test_draws_of_coming_rounds_are_those_of_each_round(monkeypatch):
-    monkeypatch.setattr(randomness, "AHEAD_NUMBERS", 40)
-
-    def alone(purpose, t, count):
-        return randomness.uniform(randomness.slots(randomness.key(7, purpose, t), count))
-
-    ahead = randomness.Ahead(7)
-    for t in [1, 2, 3, 4, 5, 6, 7, 3, 4, 9, 10, 11]:
-        for purpose, count in [("pairs", 10), ("pairs", 12), ("coins", 10), ("many", 30), ("none", 0)]:
-            drawn = ahead.draws(purpose, t, count)
-            assert torch.equal(drawn, alone(purpose, t, count))
-            drawn.zero_()  # what a caller does with its draws is its own affair

@@ -16,7 +16,6 @@ import coterie
 from coterie.errors import DataError, SettingError
 from coterie.models.causal_lm import CausalLM, causal_lm
 from coterie.models.language_weights import Location, locate
-from coterie.models.token_loss import _by_element, _in_place, token_losses
 
 Documents = dict[str, list[str]]
 
@@ -82,28 +81,6 @@ def test_gradient_is_that_of_plain_autograd(model: CausalLM) -> None:
     model._filled(w)
     value = plain_loss(model, x, y.double(), weight).detach()
     assert float(model.loss(w, x, y, weight)) == pytest.approx(float(value), rel=1e-12)
-
-
-@pytest.mark.parametrize("piece", [1, 7, 64])
-def test_token_losses_in_pieces(piece: int) -> None:
-    """Losses and gradient of the plain cross-entropy, however the tokens are cut; both forms of a piece agree."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(20, 5, dtype=torch.float64, generator=generator)
-    weight = torch.randn(11, 5, dtype=torch.float64, generator=generator)
-    targets, given = torch.arange(20) % 11, torch.rand(20, dtype=torch.float64, generator=generator)
-    ways = (
-        lambda h: functional.cross_entropy(h @ weight.t(), targets, reduction="none"),
-        lambda h: token_losses(h, weight, targets, piece),
-    )
-    found = []
-    for way in ways:
-        leaf = hidden.clone().requires_grad_()
-        losses = way(leaf)
-        found.append((losses.detach(), torch.autograd.grad(losses @ given, leaf)[0]))
-    for expected, ours in zip(*found, strict=True):
-        assert torch.allclose(expected, ours, rtol=1e-12, atol=1e-14)
-    forms = [form(hidden, weight, targets, torch.float64) for form in (_in_place, _by_element)]
-    assert all(torch.allclose(*pair, rtol=1e-12, atol=1e-14) for pair in zip(*forms, strict=True))
 
 
 def test_accumulation_and_recomputing_change_nothing(model: CausalLM, tiny: Path) -> None:

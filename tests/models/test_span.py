@@ -143,8 +143,8 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
     seen: list[list[int]] = []
     together = span.side_by_side
 
-    def counted(function: Any, works: list[span.Own]) -> list[Any]:
-        seen.append([len(own.at) for own in works])
+    def counted(function: Any, works: list[Any]) -> list[Any]:
+        seen.append([len(own.at) for own, *_ in works])
         return together(function, works)
 
     monkeypatch.setattr(span, "side_by_side", counted)
