@@ -48,7 +48,7 @@ bench: $(READY)
 bench-check: $(READY)
 	$(BIN)/python -m benchmarks check
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard coterie/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev,docs]"
 	touch $@

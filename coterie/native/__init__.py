@@ -1,0 +1,25 @@
+"""Inner loops in C for the processor, built when the package is installed where there is a compiler.
+
+`library` is None without them; everything that they compute is then computed with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+PLAIN = "COTERIE_PLAIN"  # environment variable: set to compute without C
+
+
+def _load() -> ctypes.CDLL | None:
+    path = Path(__file__).with_name("kernels.so")
+    if os.environ.get(PLAIN) or not path.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # built for another machine
+        return None
+
+
+library = _load()
