@@ -14,6 +14,7 @@ from coterie.federation import randomness
 
 PADDED_ELEMENTS = 1 << 25  # largest padded batch made at once; larger groups of clients are cut
 CACHED_ELEMENTS = 1 << 26  # largest padded copy of all clients worth keeping between rounds
+VECTOR = 16  # numbers that a processor takes at a time
 _making = threading.Lock()
 
 
@@ -44,15 +45,15 @@ class Rows:
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
     _kernels: list[tuple[Tensor, Tensor | None]] = field(init=False, repr=False)
-    parts: dict[int, Any] = field(init=False, repr=False)
-    """Everybody in so many parts, for who computes them side by side again and again."""
+    notes: dict[Any, Any] = field(init=False, repr=False)
+    """What those who compute with these rows again and again remember."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "largest", int(self.size.max()) if len(self.size) else 0)
         object.__setattr__(self, "smallest", int(self.size.min()) if len(self.size) else 0)
         object.__setattr__(self, "_cache", {})
         object.__setattr__(self, "_kernels", [])
-        object.__setattr__(self, "parts", {})
+        object.__setattr__(self, "notes", {})
 
     def __len__(self) -> int:
         return self.size.shape[0]
@@ -123,15 +124,15 @@ class Rows:
             yield from self._groups(None)
 
     def kernels(self, at: Tensor | None) -> Tensor:
-        """Inner products of the rows of each client, [n * largest, largest], for the clients `at` and some others.
+        """Inner products of the rows of each client, [n * largest, width], for the clients `at` and some others.
 
-        They are made when a client is first asked for and kept.
+        They are made when a client is first asked for and kept; `width` is `largest`, rounded up to whole vectors.
         """
         if not self._kernels:
             with _making:
                 if not self._kernels:
-                    width = self.largest
-                    products = torch.zeros(len(self) * width, width, dtype=self.x.dtype)
+                    width = -(-self.largest // VECTOR) * VECTOR
+                    products = torch.zeros(len(self) * self.largest, width, dtype=self.x.dtype)
                     self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
         products, made = self._kernels[0]
         if made is not None:

@@ -1,4 +1,4 @@
-"""Steps of generalised linear models on ragged clients: rows [start, start + size) of one flat array.
+"""Steps of generalised linear models on ragged clients with torch: rows [start, start + size) of one flat array.
 
 A loop in Python holds its lock between operations of a few microseconds, so threads wait for each other. Where torch
 can still script a function the loop runs in torch, without the lock; elsewhere the same function runs in Python.
@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coterie.models import few
-
 
 class Layout(NamedTuple):
     """Where the rows of k clients start in an array, and at which offset in one of `length` rows with only theirs."""
@@ -26,28 +24,20 @@ class Layout(NamedTuple):
     length: int
 
 
-def score(
-    tables: Tensor, rows: Tensor, layout: Layout, shared: bool, alone: bool, copy: bool
-) -> tuple[Tensor, Tensor]:
-    """Scores [outputs, length] of rows, each with the table [outputs, columns] of its client, and the rows.
+def layout(start: Tensor, size: Tensor) -> Layout:
+    offset, sizes = size.cumsum(0) - size, size.tolist()
+    return Layout(start, offset, size, start.tolist(), sizes, sum(sizes))
 
-    `shared` says that all tables are the first, `alone` that there are no other rows; `copy` makes it so.
-    """
-    starts = layout.starts
-    if copy:
-        parts = [rows.narrow(0, starts[k], layout.sizes[k]) for k in range(len(starts))]
-        parts.append(torch.zeros((layout.length - sum(layout.sizes), rows.size(1)), dtype=rows.dtype))
-        rows = torch.cat(parts)
-    if shared and (alone or copy):
-        return few.scores(tables[0], rows), rows
-    scores = torch.zeros((tables.size(1), layout.length), dtype=tables.dtype)
+
+def score(tables: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+    """Scores [outputs, length] of rows, each with the table [outputs, columns] of its client."""
+    scores = torch.empty((tables.size(1), layout.length), dtype=tables.dtype)
     offset = 0
-    for k in range(len(starts)):
+    for k in range(len(layout.sizes)):
         count = layout.sizes[k]
-        mine = rows.narrow(0, offset if copy else starts[k], count)
-        torch.mm(tables[k], mine.t(), out=scores.narrow(1, offset, count))
+        torch.mm(tables[k], rows.narrow(0, layout.starts[k], count).t(), out=scores.narrow(1, offset, count))
         offset += count
-    return scores, rows
+    return scores
 
 
 def combine_rows(
@@ -60,38 +50,28 @@ def combine_rows(
     rows: Tensor,
     layout: Layout,
 ) -> Tensor:
-    """result[k] <- share tables[k] + centre_share centre[k] + shares_k X_k, all `shares` in one [outputs, length].
-
-    The last rows come first: a cache may hold them.
-    """
-    offset = sum(layout.sizes)
-    for k in range(len(layout.sizes) - 1, -1, -1):
+    """result[k] <- share tables[k] + centre_share centre[k] + shares_k X_k, all `shares` in one [outputs, length]."""
+    offset = 0
+    for k in range(len(layout.sizes)):
         count = layout.sizes[k]
-        offset -= count
         whole = result[k]
         torch.mul(tables[k], share, out=whole)
         if centre is not None:
             whole.add_(centre[k], alpha=centre_share)
         whole.addmm_(shares.narrow(1, offset, count), rows.narrow(0, layout.starts[k], count))
+        offset += count
     return result
 
 
-def add_rows(shares: Tensor, weights: Tensor, rows: Tensor, layout: Layout, alone: bool) -> Tensor:
+def add_rows(shares: Tensor, weights: Tensor, rows: Tensor, layout: Layout) -> Tensor:
     """The sum [outputs, columns] of weights[k] shares_k X_k."""
-    size = layout.size
-    spare = layout.length - sum(layout.sizes)
-    if spare > 0:
-        size = size.clone()
-        size[-1] += spare
-    shares = shares * torch.repeat_interleave(weights, size, output_size=layout.length)
-    if alone:
-        return few.combine(shares, rows)
+    shares = shares * torch.repeat_interleave(weights, layout.size, output_size=layout.length)
     total = torch.zeros((shares.size(0), rows.size(1)), dtype=shares.dtype)
-    offset = sum(layout.sizes)
-    for k in range(len(layout.sizes) - 1, -1, -1):
+    offset = 0
+    for k in range(len(layout.sizes)):
         count = layout.sizes[k]
-        offset -= count
         total.addmm_(shares.narrow(1, offset, count), rows.narrow(0, layout.starts[k], count))
+        offset += count
     return total
 
 

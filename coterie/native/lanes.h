@@ -1,11 +1,15 @@
-/* Sixteen floats at a time; the compiler makes of it what the processor has. */
+/* LANES floats at a time. gcc 12 keeps vectors wider than the processor's in memory and computes them float by float:
+sums of rows with sixteen lanes took sixteen times as long on eight. What must be fast everywhere is compiled for each
+width, as span.h is. */
 #ifndef COTERIE_LANES_H
 #define COTERIE_LANES_H
 
 #include <stdint.h>
 #include <string.h>
 
+#ifndef LANES
 #define LANES 16
+#endif
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
 

@@ -14,7 +14,7 @@ from coterie.algorithms import make
 from coterie.federation.calls import payload
 from coterie.federation.client import Client, Reply
 from coterie.federation.replies import Replies
-from coterie.models import ragged, span
+from coterie.models import ragged, span, unwritten
 from coterie.models.base import Model
 from coterie.models.unwritten import Unwritten, written_out
 from coterie.runtime import shard
@@ -91,18 +91,6 @@ def test_the_plain_loop_gives_the_same(name: str, ids: list[int] | None, calls: 
         torch.testing.assert_close(found[part], expected[part], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["softmax", "sum"])
-def test_rows_too_many_to_copy_are_read_where_they_are(
-    name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method, found = make("ditto", batch=4, steps=4, participation=0.5), []
-    for most in (span.PACKED_ELEMENTS, 0):
-        monkeypatch.setattr(span, "PACKED_ELEMENTS", most)
-        found.append(fit(federation(MODELS[name]), method, 5, evaluate_every=0).personal)
-    assert calls
-    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "oracle", "ifca"])
 def test_methods_train_the_same_models(name: str, calls: list[int]) -> None:
     options: dict[str, Any] = {"clusters": torch.arange(6) % 2} if name == "oracle" else {}
@@ -141,15 +129,15 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
     alone = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
     monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
     seen: list[list[int]] = []
-    together = span.side_by_side
+    together = unwritten.side_by_side
 
-    def counted(function: Any, works: list[Any]) -> list[Any]:
-        seen.append([len(own.at) for own, *_ in works])
-        return together(function, works)
+    def counted(function: Any, parts: list[Any]) -> list[Any]:
+        seen.append([len(part.size) for part in parts])
+        return together(function, parts)
 
-    monkeypatch.setattr(span, "side_by_side", counted)
+    monkeypatch.setattr(unwritten, "side_by_side", counted)
     found = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
-    assert seen == [[4, 2]] * len(seen) and len(seen) == (8 if name == "ditto" else 4)
+    assert seen == [[4, 2]] * len(seen) and len(seen) == (9 if name == "ditto" else 5)
     torch.testing.assert_close(found.personal, alone.personal, rtol=1e-12, atol=1e-13)
     rows = found.fed.runtime.train
     assert [own.at.tolist() for own in span.parts(rows, torch.tensor([1, 3, 5]), 2)] == [[1, 3], [5]]

@@ -1,0 +1,41 @@
+"""Local SGD in the span of the rows, in C."""
+
+from __future__ import annotations
+
+import ctypes
+
+from coterie.native import library
+
+LANES = 16  # fewest columns
+NO_MEMORY, OUT_OF_RANGE = 1, 2
+
+_numbers = "clients everybody outputs columns largest width steps batch loss integers"
+_rows = "at start size x y kernels tables centres"
+
+
+class Work(ctypes.Structure):
+    """What is asked for, as coterie/native/span_work.h describes it. Its maker holds the tensors that it points to."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _numbers.split()),
+        *((name, ctypes.c_void_p) for name in _rows.split()),
+        *((name, ctypes.c_int64) for name in ("table_step", "centre_step")),
+        *((name, ctypes.c_void_p) for name in ("drawn", "weight")),
+        ("weight_step", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("lr", "keeps", "pulled", "share", "centre_share")),
+        *((name, ctypes.c_void_p) for name in ("shares", "weights", "total", "models")),
+        ("witness", ctypes.c_float),
+    )
+
+
+available = library is not None and hasattr(library, "coterie_span") and bool(library.coterie_span_suits())
+
+
+def run(work: Work) -> None:
+    """Compute what the work asks for, without Python's lock."""
+    assert library is not None
+    problem = library.coterie_span(ctypes.byref(work))
+    if problem == NO_MEMORY:
+        raise MemoryError("no memory for the scores of a client")
+    if problem == OUT_OF_RANGE:
+        raise IndexError("a client, a row or a label is out of range")

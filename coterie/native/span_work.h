@@ -1,0 +1,31 @@
+/* What coterie/native/span.py asks for: the descents of some clients, k = 0, 1, ... */
+#ifndef COTERIE_SPAN_WORK_H
+#define COTERIE_SPAN_WORK_H
+
+#include <stdint.h>
+
+enum loss { SOFTMAX, LOGISTIC, LINEAR };
+enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
+
+typedef struct {
+    int64_t clients, everybody, outputs, columns, largest, width, steps, batch;
+    int64_t loss, integers;           /* whether labels are integers */
+    const int64_t *at, *start, *size; /* [clients]: which of everybody each is, and where its rows are */
+    const float *x;                   /* [rows, columns] */
+    const void *y;                    /* [rows], int64_t or float */
+    const float *kernels;             /* [everybody, largest, width]: inner products of the rows of a client */
+    const float *tables, *centres;    /* [outputs, columns], for each client so many floats on; no centres: NULL */
+    int64_t table_step, centre_step;
+    const int64_t *drawn; /* [clients, steps, batch] rows; NULL: `shares` are there already */
+    const float *weight;  /* the same shape, or one number if weight_step is 0 */
+    int64_t weight_step;
+    float lr, keeps, pulled;   /* a step is w <- keeps w + pulled centre - lr gradient */
+    float share, centre_share; /* of tables and centres in the models after all steps */
+    float *shares;             /* [outputs, size] of one client after the other */
+    const float *weights;      /* [clients] in the sum of shares X, or NULL */
+    float *total;              /* [outputs, columns], to which that sum is added */
+    float *models;             /* [clients, outputs, columns] to be written, or NULL */
+    float witness;             /* finite only if all scores and slopes are */
+} span_work;
+
+#endif
