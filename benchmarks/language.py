@@ -1,4 +1,4 @@
-"""How fast the gradient of a language model with adapters is: plain, compiled, merged, of how many rows at a time.
+"""How fast the gradient of a language model with adapters is: plain or compiled, of how many rows at a time.
 
     python -m benchmarks.language [--model smollm2] [--rows 200] [--context 512] [--micro-batch 50,100,200]
 
@@ -64,9 +64,9 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = list(map(int, given.micro_batch.split(",")))
-    for compiled, merged, size in itertools.product((False, True)[: 2 - given.plain], (False, True), sizes):
-        model = causal_lm(given.model, precision="auto", micro_batch=size, compiled=compiled, merged=merged)
-        line: dict[str, float | str] = {"compiled": compiled, "merged": merged, "micro_batch": size}
+    for compiled, size in itertools.product((False, True)[: 2 - given.plain], sizes):
+        model = causal_lm(given.model, precision="auto", micro_batch=size, compiled=compiled)
+        line: dict[str, float | str] = {"compiled": compiled, "micro_batch": size}
         try:
             line |= measured(model, given.rows, given.context, given.repeats, device)
         except torch.cuda.OutOfMemoryError:

@@ -208,7 +208,7 @@ def adapters(
     source = str(Path(model).resolve()) if Path(model).exists() else model
     fed = Federation.from_texts(
         texts,
-        models.causal_lm(source, lora_rank=rank, precision="auto", clip=clip or None),
+        models.causal_lm(source, lora_rank=rank, precision="auto", compiled="auto", clip=clip or None),
         client=client,
         text=text,
         context=context,

