@@ -1,134 +1,95 @@
-"""Gradients of a stack of chains of linear layers and activations (MLPs), written out: no graph is built.
+"""Gradients of a stack of chains of linear layers and activations (MLPs), computed in C: coterie/native/chain.h.
 
-Values are [k, B, width], in memory with the longer of the two last axes at the end: products are fastest so. The
-stack is shared out to the threads there are, which run without Python's lock where torch can script a function.
+Parameters, rows and slopes of a client stay in the processor's nearest cache until its gradient is written. The stack
+is shared out to the threads there are.
 """
 
+from __future__ import annotations
+
+import ctypes
 import functools
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor, nn
 
-from coterie.models.ragged import scripted
+from coterie import native
+from coterie.errors import DataError, SettingError
 from coterie.models.skeleton import Skeleton
 from coterie.runtime.workers import shared_out
 
-LAYERS = (nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity)  # those that `_write` knows by their names
+KINDS = (nn.Linear, nn.ReLU, nn.Tanh, nn.Sigmoid)  # in the order of `enum kind`
+TASKS = ("multiclass", "binary", "regression")  # in the order of `enum task`
+
+
+class _Stack(ctypes.Structure):
+    """`struct stack` of coterie/native/chain_work.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("result", "w", "x", "weight", "y", "layer")),
+        *((name, ctypes.c_int64) for name in ("layers", "task", "rows", "result_step")),
+        *((name, ctypes.c_int64) for name in ("w_step", "x_client", "x_row", "y_client", "weight_client")),
+    )
 
 
 def known(skeleton: Skeleton) -> bool:
     """Whether the module is such a chain."""
     layers = skeleton.layers
-    return layers is not None and all(type(layer) in LAYERS for layer in layers)
+    return layers is not None and all(type(layer) in (*KINDS, nn.Identity) for layer in layers)
+
+
+def computes(w: Tensor) -> bool:
+    """Whether it is computed in C with these parameters."""
+    return native.library is not None and w.dtype == torch.float32 and w.device.type == "cpu"
 
 
 def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, task: str) -> Tensor:
-    """[k, d] for w [k, d] and rows x [k, B, ...], y and weight [k, B]; tasks as in `residuals`."""
-    assert skeleton.layers is not None
-    kinds = [type(layer).__name__ for layer in skeleton.layers]
-    linear = [layer for layer in skeleton.layers if isinstance(layer, nn.Linear)]
-    shapes = [[layer.out_features, layer.in_features] for layer in linear]
-    biased = [layer.bias is not None for layer in linear]
-    result, rows, write = torch.empty(w.shape, dtype=w.dtype, device=w.device), x.flatten(2), _ready()
+    """[k, d] for w [k, d] and rows x [k, B, ...], y and weight [k, B], of the losses of one of `TASKS`."""
+    assert native.library is not None
+    compute, layers = native.library.coterie_chain, _layers(skeleton, math.prod(x.shape[2:]))
+    w, x, weight = (
+        _in_rows(w, torch.float32),
+        _in_rows(x.flatten(2), torch.float32),
+        _in_rows(weight, torch.float32),
+    )
+    y = _in_rows(y, torch.int64 if task == "multiclass" else torch.float32)
+    result = torch.empty(w.shape)
+    stack = _Stack(
+        *(part.data_ptr() for part in (result, w, x, weight, y)),
+        *(ctypes.addressof(layers), len(layers) // 4, TASKS.index(task), y.shape[1]),
+        *(result.stride(0), w.stride(0), *x.stride()[:2], y.stride(0), weight.stride(0)),
+    )
 
-    def compute(k: slice) -> None:
-        write(result[k], w[k], rows[k], y[k], weight[k], kinds, shapes, biased, task)
+    def part(k: slice) -> None:
+        problem = compute(ctypes.byref(stack), ctypes.c_int64(k.start), ctypes.c_int64(k.stop))
+        if problem == 1:
+            raise DataError(
+                f"A label is outside 0..{layers[-2] - 1}, the classes that the module has outputs for."
+            )
+        if problem:
+            raise MemoryError(f"no room for a client of {skeleton.d} parameters")
 
-    shared_out(compute, len(w), weight.numel() * skeleton.d)
+    shared_out(part, w.shape[0], weight.numel() * skeleton.d)
     return result
 
 
-def residuals(scores: Tensor, y: Tensor, weight: Tensor, task: str, axis: int) -> Tensor:
-    """Derivatives of the weighted losses in the outputs `scores`, which are on this axis, for labels without it.
-
-    The losses are those of "multiclass", "binary" and "regression".
-    """
-    y, weight = y.unsqueeze(axis), weight.unsqueeze(axis)
-    if task == "multiclass":
-        gap = torch.softmax(scores, axis)
-        one = torch.full([], -1.0, dtype=gap.dtype, device=gap.device)
-        gap.scatter_add_(axis, y.long(), one.expand(y.shape))
-    elif task == "binary":
-        gap = torch.sigmoid(scores) - y
-    else:
-        gap = scores - y
-    return gap.mul_(weight)
-
-
-@functools.cache
-def _ready() -> Callable[..., Tensor]:
-    """`_write`, scripted, after the two calls in which torch prepares it: ways are compared by their time."""
-    write, one = scripted(_write), torch.ones(1, 1)
-    for _ in range(2):
-        write(one.clone(), one, one.unsqueeze(0), one, one, ["Linear"], [[1, 1]], [False], "regression")
-    return write
+@functools.lru_cache(maxsize=64)
+def _layers(skeleton: Skeleton, width: int) -> ctypes.Array[ctypes.c_int64]:
+    """Kind, inputs, outputs, and whether there is a bias, of every layer; the first has so many inputs."""
+    numbers: list[int] = []
+    for layer in skeleton.layers or []:
+        if isinstance(layer, nn.Identity):
+            continue
+        inputs = width
+        if isinstance(layer, nn.Linear):
+            if layer.in_features != inputs:
+                raise SettingError(f"A layer takes {layer.in_features} numbers and is given {inputs}.")
+            width = layer.out_features
+        numbers += [KINDS.index(type(layer)), inputs, width, getattr(layer, "bias", None) is not None]
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def _write(
-    result: Tensor,
-    w: Tensor,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    kinds: list[str],
-    shapes: list[list[int]],
-    biased: list[bool],
-    task: str,
-) -> Tensor:
-    """result [k, d] <- gradients; `shapes` [outputs, inputs] and `biased` are those of the linear layers."""
-    values, matrices, at = [x.to(w.dtype)], [w], 0
-    for place in range(len(kinds)):
-        here, kind = values[-1], kinds[place]
-        if kind != "Linear" and (place == 0 or kinds[place - 1] != "Linear"):
-            here = here.clone()  # others are written over what only they look at
-        if kind == "Linear":
-            layer = len(matrices) - 1
-            outputs, width = shapes[layer]
-            matrix = w.narrow(1, at, outputs * width).unflatten(1, (outputs, width))
-            at += outputs * width
-            matrices.append(matrix)
-            if biased[layer]:
-                here = _product(here, matrix.mT, w.narrow(1, at, outputs))
-                at += outputs
-            else:
-                here = _product(here, matrix.mT, None)
-        elif kind == "ReLU":
-            here.relu_()
-        elif kind == "Tanh":
-            here.tanh_()
-        elif kind == "Sigmoid":
-            here.sigmoid_()
-        values.append(here)
-    pieces: list[Tensor] = []
-    slope = residuals(values[-1].mT, y, weight, task, 1).mT
-    for place in range(len(kinds) - 1, -1, -1):
-        kind = kinds[place]
-        if kind == "Linear":
-            matrix, layer = matrices.pop(), len(matrices) - 1
-            if biased[layer]:
-                pieces.append(slope.sum(1))
-            pieces.append(torch.bmm(slope.mT, values[place]).flatten(1))
-            if layer == 0:
-                break
-            slope = _product(slope, matrix, None)
-        elif kind == "ReLU":
-            torch.ops.aten.threshold_backward(slope, values[place + 1], 0, grad_input=slope)
-        elif kind == "Tanh":
-            torch.ops.aten.tanh_backward(slope, values[place + 1], grad_input=slope)
-        elif kind == "Sigmoid":
-            torch.ops.aten.sigmoid_backward(slope, values[place + 1], grad_input=slope)
-    torch.cat(pieces[::-1], 1, out=result)
-    return result
-
-
-def _product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """left [k, B, n] times right [k, n, width], plus bias [k, width], with the longer axis last in memory."""
-    if right.size(2) >= left.size(1):
-        if bias is None:
-            return torch.bmm(left, right)
-        return torch.baddbmm(bias.unsqueeze(1), left, right)
-    left, right = left.mT, right.mT
-    if bias is None:
-        return torch.bmm(right, left).mT
-    return torch.baddbmm(bias.unsqueeze(2), right, left).mT
+def _in_rows(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same with this dtype and with its last axis without gaps; the first may have any stride."""
+    values = values.to(dtype)
+    return values if values.stride(-1) == 1 or values.shape[-1] == 1 else values.contiguous()

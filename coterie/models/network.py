@@ -244,7 +244,7 @@ class Network(Model):
         return (losses.view(weight.shape) * weight).sum()
 
     def _written_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of `_chained` without a graph."""
+        """The gradient of `_chained` in C."""
         return chain.gradients(self.skeleton, w, x, y, weight, self.task)
 
     def _own_gradient(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -254,7 +254,17 @@ class Network(Model):
 
     def _residuals(self, y: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Outputs [B, outputs] -> derivatives of the weighted losses in them."""
-        return lambda scores: chain.residuals(scores, y, weight, self.task, -1)
+        y, weight = y.unsqueeze(-1), weight.unsqueeze(-1)
+
+        def slopes(scores: Tensor) -> Tensor:
+            if self.task == "multiclass":
+                gap = torch.softmax(scores, -1)
+                gap.scatter_add_(-1, y.long(), gap.new_full((), -1.0).expand(y.shape))
+            else:
+                gap = (torch.sigmoid(scores) if self.task == "binary" else scores) - y
+            return gap.mul_(weight)
+
+        return slopes
 
     def _exact(self) -> Network:
         """The same network at full precision, for what would drown in rounding."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from coterie.errors import SettingError
+from coterie.models import chain
 from coterie.models.accelerate import Captured, compiled, fastest
 
 CPU_BYTES = 2**30
@@ -31,7 +32,7 @@ class Ways:
 
     `stacked` is True, False or "auto"; `exact`, the same at full precision, turns on compiling and is what compiled
     code is judged by; `decisions` remembers what was measured; `summed` is the sum of the objectives of a stack, where
-    the module allows it without vmap, `written` its gradient where it needs no graph, and `alone` that of one client.
+    the module allows it without vmap, `written` its gradient where it can be had in C, and `alone` that of one client.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Ways:
         return _sum(self._mapped_gradient(w, *part) for part in self._pieces(w, rows, axis=1))
 
     def _mapped_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
-        if self.written is not None and w.device.type == "cpu":
+        if self.written is not None and chain.computes(w):
             return self.written(w, *rows)
         if not self.compiles and self.summed is None:
             return _mapped(functools.partial(grad(self.objective), unrolled=True), w, *rows)
@@ -174,11 +175,16 @@ class Ways:
     def _in_stacks(self, stacked: Callable[..., Tensor], w: Tensor, *rows: Tensor) -> Tensor:
         """The stacked way over as many clients at a time as fit in memory."""
         step = max(1, self.row_limit(w) // rows[0].shape[1])
+        if step >= w.shape[0]:
+            return stacked(w, *rows)
         parts = [stacked(*(part[at : at + step] for part in (w, *rows))) for at in range(0, w.shape[0], step)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
     def _pieces(self, w: Tensor, rows: tuple[Tensor, ...], axis: int = 0) -> Iterator[tuple[Tensor, ...]]:
         limit, count = self.row_limit(w), rows[0].shape[axis]
+        if count <= limit:
+            yield rows
+            return
         for first in range(0, count, limit):
             yield tuple(part.narrow(axis, first, min(limit, count - first)) for part in rows)
 

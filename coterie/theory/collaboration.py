@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 
 import torch
 from torch import Tensor
 
+from coterie import native
 from coterie.runtime.workers import shared_out
+
+
+class _Mixture(ctypes.Structure):
+    """`struct mixture` of coterie/native/chain_work.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("to", "start", "weights", "models")),
+        *((name, ctypes.c_int64) for name in ("rows", "length", "columns")),
+        ("factor", ctypes.c_float),
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -33,12 +45,20 @@ def pulled(weights: Tensor, degree: Tensor, pull: Tensor | float) -> Tensor:
 def mixed(weights: Tensor, models: Tensor, slopes: Tensor | None = None, lr: float = 0.0) -> Tensor:
     """weights [m, n] times models [n, d], minus lr slopes [m, d]."""
     weights = weights.to(models.dtype)
-    result = models.new_empty(len(weights), models.shape[1])
+    if native.library is None or models.dtype != torch.float32 or models.device.type != "cpu":
+        result = weights @ models
+        return result if slopes is None else result.sub_(lr * slopes)
+    compute, result = native.library.coterie_mixture, models.new_empty(len(weights), models.shape[1])
+    weights, models = weights.contiguous(), models.contiguous()
+    slopes = None if slopes is None else slopes.contiguous()
+    work = _Mixture(
+        *(0 if part is None else part.data_ptr() for part in (result, slopes, weights, models)),
+        *(*weights.shape, models.shape[1], -lr),
+    )
 
     def mix(columns: slice) -> None:
-        mixture = torch.mm(weights, models[:, columns], out=result[:, columns])
-        if slopes is not None:
-            mixture.sub_(lr * slopes[:, columns])
+        if compute(ctypes.byref(work), ctypes.c_int64(columns.start), ctypes.c_int64(columns.stop)):
+            raise MemoryError("no room to mix models")
 
     shared_out(mix, models.shape[1], weights.numel() * models.shape[1])
     return result
