@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from coterie.data.files import decode, members
 from coterie.data.texts import Texts
@@ -17,17 +17,24 @@ _CLOSING = re.compile(r" ([.,;:!?)\]%»“”])")
 
 
 def conllu_languages(
-    path: str | Path, languages: Sequence[str] = LANGUAGES, sentences: int | None = None
+    path: str | Path,
+    languages: Sequence[str] = LANGUAGES,
+    sentences: int | None = None,
+    within: str | None = None,
 ) -> Texts:
     """The texts of CoNLL-U files (folder or tar archive) by the language their names begin with.
 
     Documents are those the files mark (`# newdoc`, or the article in `sent_id`), else every twenty sentences; with
-    `sentences` every so many sentences, whatever is marked.
+    `sentences` every so many sentences, whatever is marked. `within` takes the files of folders of this name only.
     """
     if sentences is not None and sentences < 1:
         raise SettingError(f"sentences={sentences}; give 1 or more, or None")
     documents: dict[str, list[str]] = {language: [] for language in languages}
-    for name, raw in sorted(members(path, lambda name: name.suffix == ".conllu")):
+
+    def wanted(name: PurePosixPath) -> bool:
+        return name.suffix == ".conllu" and within in (None, name.parent.name)
+
+    for name, raw in sorted(members(path, wanted)):
         language = name.name[:2]
         if language in documents:
             documents[language] += _documents(decode(raw, f"{path}: {name}"), sentences)
@@ -35,6 +42,7 @@ def conllu_languages(
         if not found:
             raise DataError(
                 f"{path} has no text of {language!r}; its files are named like {language}_x.conllu"
+                + (f", in a folder {within!r}" if within else "")
             )
     return Texts(list(documents), list(documents.values()))
 

@@ -32,6 +32,7 @@ class Corpus:
     tokens: int | None = None  # of a language, at most
     batch: int = 200
     split: tuple[float, ...] = (0.8, 0.1, 0.1)
+    within: str | None = None  # folder of the archive, instead of all
     sentences: int | None = None  # in a document, instead of what the files mark
     tuning_steps: int | None = None  # instead of those in the settings, where the method has them
 
@@ -68,7 +69,7 @@ def _federation(corpus: Corpus, plan: Plan, seed: int) -> Federation:
     settings = {name: value for name, value in plan.model.items() if name != "name"}
     fractions = (float(corpus.split[0]), float(corpus.split[1]), float(corpus.split[2]))
     return Federation.from_texts(
-        conllu_languages(shared_data(corpus.archive), corpus.languages, corpus.sentences),
+        conllu_languages(shared_data(corpus.archive), corpus.languages, corpus.sentences, corpus.within),
         causal_lm(**settings),
         context=corpus.context,
         tokens=corpus.tokens,

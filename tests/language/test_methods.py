@@ -116,7 +116,7 @@ def corpus(folder: Path, documents: Documents) -> Path:
             file = folder / f"{language}_x.conllu"
             lines = [f"# newdoc id = {k}\n# text = {text}\n1\tx\t_\n\n" for k, text in enumerate(texts)]
             file.write_text("".join(lines))
-            archive.add(file, file.name)
+            archive.add(file, f"ud/{file.name}")
     return folder
 
 

@@ -151,6 +151,12 @@ def test_corpora_by_language(tmp_path: Path) -> None:
     assert texts.documents[0] == ["Un gos. Dos gats."] * 2
     assert len(texts.documents[1]) == 2 and texts.documents[1][1].startswith("Hier stehen (20). Hier")
     assert conllu_languages(tmp_path, ["ca"], sentences=1).documents[0] == ["Un gos.", "Dos gats."] * 2
+    (tmp_path / "news").mkdir()
+    (tmp_path / "news" / "ca_y.conllu").write_text(marked.format("d3"))
+    assert len(conllu_languages(tmp_path, ["ca"]).documents[0]) == 3
+    assert conllu_languages(tmp_path, ["ca"], within="news").documents == [["Un gos. Dos gats."]]
+    with pytest.raises(DataError, match=r"has no text of 'de'.* in a folder 'news'"):
+        conllu_languages(tmp_path, ["de"], within="news")
     with pytest.raises(SettingError, match="sentences=0"):
         conllu_languages(tmp_path, ["ca"], sentences=0)
     with pytest.raises(DataError, match="has no text of 'nl'"):
