@@ -99,8 +99,8 @@ class Client:
         return self._make_keys()
 
     @functools.cached_property
-    def _parts(self) -> list[span.Own]:
-        return span.parts(self._shard.train, self._at, self.threads)
+    def _spanned(self) -> span.Stack:
+        return span.stack(self._shard.train, self._at, self.threads)
 
     @functools.cached_property
     def _statistics(self) -> tuple[Tensor, ...] | None:

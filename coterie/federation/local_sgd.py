@@ -28,7 +28,7 @@ def descend(
     if stacked and 0 < batch < rows.largest and len(numbers):
         if span.pays(model, rows, batch * len(numbers)):
             drawn, weight, _ = _drawn(client, numbers)
-            return span.descend(model, rows, client._parts, x, drawn, weight, lr, pull, towards)
+            return span.descend(model, rows, client._spanned, x, drawn, weight, lr, pull, towards)
         if model.takes_turns(x, (batch, *rows.x.shape[1:])):
             return _by_turns(client, x, lr, numbers, pull, towards)
     for k, number in enumerate(numbers):

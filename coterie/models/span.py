@@ -24,6 +24,7 @@ from coterie.models.linear import Linear
 from coterie.models.ragged import scripted
 from coterie.models.unwritten import Unwritten
 from coterie.native import span as native
+from coterie.runtime.workers import side_by_side
 
 FEWEST_PRODUCTS = 1 << 17  # rows times parameters of a client, below which calls cost more than arithmetic
 LOSSES: dict[type[Model], int] = {Softmax: 0, Logistic: 1, Linear: 2}  # as in C
@@ -51,10 +52,37 @@ class Rates(NamedTuple):
     centre_share: float
 
 
+@dataclass(eq=False)
+class Stack:
+    """The clients `at`, where their rows are, and which of them are a part: a thread computes one.
+
+    `parts` are the numbers of the first clients of each, then that of all clients.
+    """
+
+    at: Tensor
+    start: Tensor
+    sizes: Tensor
+    total: int
+    parts: Tensor
+
+
+def stack(rows: Rows, at: Tensor | None, threads: int) -> Stack:
+    """The clients `at` (None: everybody) in as many parts as threads, or fewer, with about as many rows each."""
+    if at is None:
+        if ("stack", threads) not in rows.notes:
+            rows.notes["stack", threads] = stack(rows, torch.arange(len(rows)), threads)
+        return rows.notes["stack", threads]
+    start, sizes = rows.start[at], rows.size[at]
+    until = sizes.numpy().cumsum()  # small arrays: numpy calls take a third of torch's time
+    total = int(until[-1]) if len(until) else 0
+    ends = until.searchsorted([total * part // threads for part in range(1, threads)]) + 1
+    return Stack(at, start, sizes, total, torch.tensor(sorted({0, *ends.tolist(), len(until)})))
+
+
 def descend(
     model: Glm,
     rows: Rows,
-    parts: list[Own],
+    clients: Stack,
     w: Tensor,
     drawn: Tensor,
     weight: Tensor,
@@ -76,62 +104,25 @@ def descend(
         share, centre_share = share * keeps, centre_share * keeps + pulled
     rates = Rates(lr, keeps, pulled, share, centre_share)
     kind = Compiled if compiles(model, rows, tables, centres) else Plain
-    descents = [
-        kind(model, rows, own, tables[k], None if centres is None else centres[k], drawn[k], weight[k], rates)
-        for own in parts
-        for k in [own.clients]
-    ]
+    descents = kind(model, rows, clients, tables, centres, drawn, weight, rates)
     return Unwritten(tables, share, centres, centre_share, descents, rows)
 
 
-def parts(rows: Rows, at: Tensor | None, count: int) -> list[Own]:
-    """The clients `at` (None: everybody) in so many parts, or fewer, with about as many rows each."""
-    if at is None:
-        if ("parts", count) not in rows.notes:
-            rows.notes["parts", count] = parts(rows, torch.arange(len(rows)), count)
-        return rows.notes["parts", count]
-    start, size = rows.start[at], rows.size[at]
-    if count == 1:
-        return [Own(at, slice(None), start, size)]
-    until = size.cumsum(0)
-    ends = torch.searchsorted(until, until[-1] * torch.arange(1, count + 1) // count).add_(1).tolist()
-    cuts = [slice(*cut) for cut in itertools.pairwise(sorted({0, *ends}))]
-    return [Own(at[cut], cut, start[cut], size[cut]) for cut in cuts]
-
-
-@dataclass(eq=False)
-class Own:
-    """Where the rows of the clients `at` are, which are `clients` of a stack."""
-
-    at: Tensor
-    clients: slice
-    start: Tensor
-    size: Tensor
-
-    @functools.cached_property
-    def layout(self) -> ragged.Layout:
-        return ragged.layout(self.start, self.size)
-
-    @functools.cached_property
-    def total(self) -> int:
-        return int(self.size.sum())
-
-
-def compiles(model: Glm, rows: Rows, *tables: Tensor | None) -> bool:
-    """Whether C computes descents of these tables."""
+def compiles(model: Model, rows: Rows, *tables: Tensor | None) -> bool:
+    """Whether C computes descents on these rows, from these tables."""
     single = all(part.dtype == torch.float32 for part in (rows.x, *tables) if part is not None)
     labels = rows.y.dtype == torch.int64 or (rows.y.dtype == torch.float32 and not isinstance(model, Softmax))
-    whole = rows.x.is_contiguous() and rows.y.is_contiguous() and model.columns >= native.LANES
+    whole = rows.x.is_contiguous() and rows.y.is_contiguous() and rows.x.shape[1] >= native.LANES
     return native.available and type(model) in LOSSES and single and labels and whole
 
 
 @dataclass(eq=False)
 class Descent:
-    """Descents of the clients of one part."""
+    """Of all clients of a stack."""
 
     model: Glm
     rows: Rows
-    own: Own
+    clients: Stack
     tables: Tensor
     centres: Tensor | None
     drawn: Tensor
@@ -139,84 +130,86 @@ class Descent:
     rates: Rates
 
     @property
-    def clients(self) -> slice:
-        return self.own.clients
-
-    @property
-    def size(self) -> Tensor:
-        return self.own.size
+    def sizes(self) -> Tensor:
+        return self.clients.sizes
 
 
 class Plain(Descent):
     """With torch."""
 
+    def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
+        cuts = [slice(*cut) for cut in itertools.pairwise(self.clients.parts.tolist())]
+        sums = side_by_side(lambda cut: self._part(cut, weights, models), cuts)
+        return None if weights is None else torch.stack([part for part in sums if part is not None]).sum(0)
+
     @functools.cached_property
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """Shares [outputs, length] of the rows after all steps, and what is finite only if all numbers are."""
-        layout, x = self.own.layout, self.rows.x
-        scores = scripted(ragged.score)(self.tables, x, layout)
-        middle = None if self.centres is None else scripted(ragged.score)(self.centres, x, layout)
-        kernel = (self.rows.kernels(self.own.at), self.own.at * self.rows.largest)
-        steps, pace = ragged.stepper(self.model._residuals), self.weight * -self.rates.lr
-        keeps = (self.rates.keeps, self.rates.pulled)
-        return steps(scores, middle, self.drawn, pace, self.rows.y, layout, *kernel, *keeps)
+    def _taken(self) -> dict[int, tuple[ragged.Layout, Tensor, Tensor]]:
+        """Of parts, by their first clients: where rows are, shares of rows after all steps, and a witness."""
+        return {}
 
     @property
     def witness(self) -> Tensor:
-        return self.taken[1]
+        return torch.stack([witness for _, _, witness in self._taken.values()]).sum()
 
-    def ask(self, weights: Tensor | None, models: Tensor | None) -> None:
-        self.weights, self.models = weights, models
-
-    def compute(self) -> Tensor | None:
-        shares, x, layout = self.taken[0], self.rows.x, self.own.layout
-        if self.models is not None:
-            *_, share, centre_share = self.rates
-            tables = (self.tables, share, self.centres, centre_share)
-            scripted(ragged.combine_rows)(self.models, *tables, shares, x, layout)
-        return None if self.weights is None else scripted(ragged.add_rows)(shares, self.weights, x, layout)
+    def _part(self, k: slice, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
+        tables, x = self.tables[k], self.rows.x
+        centres = None if self.centres is None else self.centres[k]
+        if k.start not in self._taken:
+            layout = ragged.layout(self.clients.start[k], self.clients.sizes[k])
+            scores = scripted(ragged.score)(tables, x, layout)
+            middle = None if centres is None else scripted(ragged.score)(centres, x, layout)
+            kernels = (self.rows.kernels(self.clients.at[k]), self.clients.at[k] * self.rows.largest)
+            draws, keeps = (self.drawn[k], self.weight[k] * -self.rates.lr), self.rates[1:3]
+            steps = ragged.stepper(self.model._residuals)
+            taken = steps(scores, middle, *draws, self.rows.y, layout, *kernels, *keeps)
+            self._taken[k.start] = (layout, *taken)
+        layout, shares, _ = self._taken[k.start]
+        if models is not None:
+            share, centre_share = self.rates[3:]
+            before = (tables, share, centres, centre_share)
+            scripted(ragged.combine_rows)(models[k], *before, shares, x, layout)
+        return None if weights is None else scripted(ragged.add_rows)(shares, weights[k], x, layout)
 
 
 class Compiled(Descent):
     """In C."""
 
-    witness: float = 0.0
-
     @functools.cached_property
     def work(self) -> native.Work:
         """All but what is asked for; the tensors that it points to are those of this object."""
-        model, rows, own = self.model, self.rows, self.own
+        model, rows, own = self.model, self.rows, self.clients
         kernels = rows.kernels(own.at)
-        self.tables = _dense(self.tables)
-        self.centres = None if self.centres is None else _dense(self.centres)
+        self.tables, self.centres = (
+            _dense(self.tables),
+            None if self.centres is None else _dense(self.centres),
+        )
         self.drawn = self.drawn.contiguous()
         even = not any(self.weight.stride())
         self.weight = self.weight if even else self.weight.to(torch.float32).contiguous()
         self.shares = torch.empty(model.outputs * own.total)
-        places = (own.at, own.start, own.size)
-        held = (*places, rows.x, rows.y, kernels, self.tables)
+        self.witnesses = torch.empty(len(own.parts) - 1)
+        held = (own.parts, own.at, own.start, own.sizes, rows.x, rows.y, kernels, self.tables)
         centres = (None, 0) if self.centres is None else (self.centres.data_ptr(), self.centres.stride(0))
         return native.Work(
             len(own.at), len(rows), model.outputs, model.columns, rows.largest, kernels.shape[1],
             *self.drawn.shape[1:], LOSSES[type(model)], rows.y.dtype == torch.int64,
             *(tensor.data_ptr() for tensor in held), centres[0], self.tables.stride(0), centres[1],
             self.drawn.data_ptr(), self.weight.data_ptr(), not even, *self.rates, self.shares.data_ptr(),
+            witness=self.witnesses.data_ptr(),
         )  # fmt: skip
 
-    def ask(self, weights: Tensor | None, models: Tensor | None) -> None:
-        self.total = None if weights is None else torch.zeros(self.tables.shape[1:])
-        self.asked = (weights, self.total, models)
-        self.work.weights, self.work.total, self.work.models = map(_address, self.asked)
+    @property
+    def witness(self) -> Tensor:
+        return self.witnesses.sum()
 
-    def compute(self) -> Tensor | None:
-        native.run(self.work)
-        if self.work.drawn:
-            self.witness, self.work.drawn = self.work.witness, None
-        return self.total
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
+        work, parts = self.work, len(self.clients.parts) - 1
+        totals = None if weights is None else torch.zeros((parts, *self.tables.shape[1:]))
+        asked = (None if weights is None else weights.contiguous(), totals, models)
+        work.weights, work.totals, work.models = (None if part is None else part.data_ptr() for part in asked)
+        side_by_side(lambda part: native.run(work, part), range(parts))
+        work.drawn = None
+        return None if totals is None else totals.sum(0)
 
 
 def _dense(tables: Tensor) -> Tensor:

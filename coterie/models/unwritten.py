@@ -6,7 +6,6 @@ The mean over clients is one sum of all rows: it needs neither the memory of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,33 +13,26 @@ import torch
 from torch import Tensor
 
 from coterie.data.rows import Rows
-from coterie.runtime.workers import side_by_side
 
 
-class Part(Protocol):
-    """The descents of some `clients` of a stack, of which nothing is computed before the first `compute`."""
-
-    @property
-    def clients(self) -> slice: ...
+class Descents(Protocol):
+    """Local SGD of the clients of a stack, of which nothing is computed before the first `compute`."""
 
     @property
-    def size(self) -> Tensor:
+    def sizes(self) -> Tensor:
         """Rows of each client, [k]."""
 
     @property
-    def witness(self) -> Tensor | float:
-        """Finite only if all numbers are."""
+    def witness(self) -> Tensor:
+        """What is finite only if all numbers are, []."""
 
-    def ask(self, weights: Tensor | None, models: Tensor | None) -> None:
-        """Say what is wanted: a sum with these weights [k], models written to this tensor [k, outputs, columns]."""
-
-    def compute(self) -> Tensor | None:
-        """Do that; the sum [outputs, columns] of weights[k] shares_k X_k where it was asked for."""
+    def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
+        """The sum [outputs, columns] of weights[k] shares_k X_k; models [k, outputs, columns] are written to."""
 
 
 @dataclass(eq=False)
 class Unwritten:
-    """Models  share tables + centre_share centres + shares X,  [k, d], of clients in parts that are computed at once.
+    """Models  share tables + centre_share centres + shares X,  [k, d].
 
     They are computed when something is first asked of them, so that rows are read once for all that is wanted.
     """
@@ -49,10 +41,10 @@ class Unwritten:
     share: float
     centres: Tensor | None
     centre_share: float
-    parts: Sequence[Part]
+    descents: Descents
     rows: Rows
     _begun: bool = False
-    _sums: tuple[Tensor, list[Tensor]] | None = None  # for which weights, of each part
+    _sum: tuple[Tensor, Tensor | None] | None = None  # of shares X, with which weights
 
     @property
     def shape(self) -> torch.Size:
@@ -71,8 +63,8 @@ class Unwritten:
         """What tells whether all numbers are finite, as the sum of a tensor does."""
         if not self._begun:
             usual = self.rows.notes.get("mean")  # what was asked for the last time will be again
-            self._compute(None if usual is None else self._weights(usual))
-        return torch.as_tensor(sum(part.witness for part in self.parts))
+            self._compute(None if usual is None else usual(self.descents.sizes, self.tables.dtype))
+        return self.descents.witness
 
     @functools.cached_property
     def tensor(self) -> Tensor:
@@ -86,29 +78,20 @@ class Unwritten:
     def mean(self, weights: Tensor) -> Tensor:
         """The mean [d] with these weights [k, 1]."""
         weights = weights / weights.sum()
-        if self._sums is None or not torch.equal(self._sums[0], weights):
+        if self._sum is None or not torch.equal(self._sum[0], weights):
             self._compute(weights)
-            kinds = (kind for kind in (_even, _by_rows) if torch.equal(self._weights(kind), weights))
-            self.rows.notes["mean"] = next(kinds, None)
-        total = _mean(self.tables, weights).mul_(self.share)
+            known = (kind(self.descents.sizes, weights.dtype) for kind in KINDS)
+            found = (kind for kind, other in zip(KINDS, known, strict=True) if torch.equal(other, weights))
+            self.rows.notes["mean"] = next(found, None)
+        assert self._sum is not None and self._sum[1] is not None
+        total = self._sum[1].add(_mean(self.tables, weights), alpha=self.share)
         if self.centres is not None:
             total.add_(_mean(self.centres, weights), alpha=self.centre_share)
-        for part in self._sums[1] if self._sums is not None else []:
-            total += part
         return total.flatten()
 
-    def _weights(self, kind: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
-        return kind(torch.cat([part.size for part in self.parts]), self.tables.dtype)
-
     def _compute(self, weights: Tensor | None = None, models: Tensor | None = None) -> None:
-        """Parts are asked here: threads that ask for Python's lock by turns are slow."""
-        for part in self.parts:
-            k = part.clients
-            part.ask(None if weights is None else weights[k, 0], None if models is None else models[k])
-        sums = side_by_side(lambda part: part.compute(), self.parts)
-        self._begun = True
-        if weights is not None:
-            self._sums = weights, [part for part in sums if part is not None]
+        total = self.descents.compute(None if weights is None else weights[:, 0], models)
+        self._begun, self._sum = True, self._sum if weights is None else (weights, total)
 
 
 def written_out(value: Tensor | Unwritten) -> Tensor:
@@ -126,8 +109,11 @@ def _by_rows(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     return rows / rows.sum()
 
 
+KINDS = (_even, _by_rows)
+
+
 def _mean(tables: Tensor, weights: Tensor) -> Tensor:
-    """Of tables [k, ...] with weights [k, 1] that sum to one, a new tensor."""
+    """Of tables [k, ...] with weights [k, 1] that sum to one."""
     if tables.stride(0) == 0:
-        return tables[0].clone()
+        return tables[0]
     return (weights.t() @ tables.flatten(1)).view(tables.shape[1:])

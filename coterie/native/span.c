@@ -8,7 +8,7 @@
 #include "span_work.h"
 #include <stddef.h>
 
-typedef int64_t span(span_work *);
+typedef int64_t span(const span_work *, int);
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 span coterie_span_8, coterie_span_16;
@@ -27,4 +27,4 @@ static span *chosen(void) {
 /* Whether there is one. */
 int64_t coterie_span_suits(void) { return chosen() != NULL; }
 
-int64_t coterie_span(span_work *work) { return chosen()(work); }
+int64_t coterie_span(const span_work *work, int part) { return chosen()(work, part); }

@@ -164,6 +164,7 @@ typedef struct {
     float *packed, *now, *middle, *slopes, *shares; /* scores at the model and at its centre; slopes of a minibatch */
     const float **rows;
     lanes witness;
+    int fresh; /* whether no table is packed yet */
 } room;
 
 INLINE void witness(room *m, const float *values, int64_t count) {
@@ -217,13 +218,15 @@ static int64_t descend(const span_work *s, room *m, int64_t k, float *shares) {
     return FINE;
 }
 
-static int64_t compute(const span_work *s, room *m, int64_t k, float *shares) {
+/* What is asked of client k, for the sum of its part. */
+static int64_t compute(const span_work *s, room *m, int64_t k, float *shares, float *total) {
     int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, size = s->size[k], wide = rounded(size);
     const float *x = s->x + s->start[k] * columns, *table = s->tables + k * s->table_step;
     const float *centre = s->centres ? s->centres + k * s->centre_step : NULL;
     if (s->drawn) {
         if (s->at[k] < 0 || s->at[k] >= s->everybody || size < 0 || size > s->largest) return OUT_OF_RANGE;
-        if (k == 0 || s->table_step || centre) pack(table, outputs, columns, m->packed);
+        if (m->fresh || s->table_step || centre) pack(table, outputs, columns, m->packed);
+        m->fresh = 0;
         score(x, size, columns, m->packed, outputs, m->now, wide);
         witness(m, m->now, outputs * wide);
         if (centre) {
@@ -246,27 +249,27 @@ static int64_t compute(const span_work *s, room *m, int64_t k, float *shares) {
     }
     if (s->weights) {
         for (int64_t i = 0; i < outputs * size; i++) m->shares[i] = shares[i] * s->weights[k];
-        sum.shares = m->shares, sum.to = s->total;
+        sum.shares = m->shares, sum.to = total;
         add_rows(&sum);
     }
     return FINE;
 }
 
-int64_t SPAN(span_work *s) {
+int64_t SPAN(const span_work *s, int part) {
     int64_t columns = rounded(s->columns), wide = rounded(s->largest), length = rounded(s->batch);
     int64_t most = s->largest > s->batch ? s->largest : s->batch;
     float *memory = aligned_alloc(sizeof(lanes), s->outputs * (columns + 3 * wide + length) * sizeof *memory);
-    room m = {.packed = memory, .rows = malloc(most * sizeof *m.rows)};
+    room m = {.packed = memory, .rows = malloc(most * sizeof *m.rows), .fresh = 1};
     int64_t problem = memory && m.rows ? FINE : NO_MEMORY;
     m.now = m.packed + s->outputs * columns;
     m.middle = m.now + s->outputs * wide;
     m.shares = m.middle + s->outputs * wide;
     m.slopes = m.shares + s->outputs * wide;
-    float *shares = s->shares;
-    for (int64_t k = 0; k < s->clients && !problem; shares += s->outputs * s->size[k++])
-        problem = compute(s, &m, k, shares);
-    lanes all_of_it[TALL] = {m.witness};
-    s->witness = sums(all_of_it)[0];
+    int64_t first = s->cuts[part], last = s->cuts[part + 1];
+    float *shares = s->shares, *total = s->totals ? s->totals + part * s->outputs * s->columns : NULL;
+    for (int64_t k = 0; k < last && !problem; shares += s->outputs * s->size[k++])
+        if (k >= first) problem = compute(s, &m, k, shares, total);
+    if (s->drawn) s->witness[part] = sums((lanes[TALL]){m.witness})[0];
     free(memory);
     free(m.rows);
     return problem;

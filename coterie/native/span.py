@@ -10,7 +10,7 @@ LANES = 16  # fewest columns
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 
 _numbers = "clients everybody outputs columns largest width steps batch loss integers"
-_rows = "at start size x y kernels tables centres"
+_rows = "cuts at start size x y kernels tables centres"
 
 
 class Work(ctypes.Structure):
@@ -23,18 +23,17 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("drawn", "weight")),
         ("weight_step", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("lr", "keeps", "pulled", "share", "centre_share")),
-        *((name, ctypes.c_void_p) for name in ("shares", "weights", "total", "models")),
-        ("witness", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("shares", "weights", "totals", "models", "witness")),
     )
 
 
 available = library is not None and hasattr(library, "coterie_span") and bool(library.coterie_span_suits())
 
 
-def run(work: Work) -> None:
-    """Compute what the work asks for, without Python's lock."""
+def run(work: Work, part: int) -> None:
+    """Compute what the work asks for of one part, without Python's lock."""
     assert library is not None
-    problem = library.coterie_span(ctypes.byref(work))
+    problem = library.coterie_span(ctypes.byref(work), part)
     if problem == NO_MEMORY:
         raise MemoryError("no memory for the scores of a client")
     if problem == OUT_OF_RANGE:

@@ -1,4 +1,4 @@
-/* What coterie/native/span.py asks for: the descents of some clients, k = 0, 1, ... */
+/* What coterie/native/span.py asks for: the descents of some clients, k = 0, 1, ..., in parts. */
 #ifndef COTERIE_SPAN_WORK_H
 #define COTERIE_SPAN_WORK_H
 
@@ -10,6 +10,7 @@ enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
 typedef struct {
     int64_t clients, everybody, outputs, columns, largest, width, steps, batch;
     int64_t loss, integers;           /* whether labels are integers */
+    const int64_t *cuts;              /* [parts + 1]: part p has the clients from cuts[p] to before cuts[p + 1] */
     const int64_t *at, *start, *size; /* [clients]: which of everybody each is, and where its rows are */
     const float *x;                   /* [rows, columns] */
     const void *y;                    /* [rows], int64_t or float */
@@ -23,9 +24,9 @@ typedef struct {
     float share, centre_share; /* of tables and centres in the models after all steps */
     float *shares;             /* [outputs, size] of one client after the other */
     const float *weights;      /* [clients] in the sum of shares X, or NULL */
-    float *total;              /* [outputs, columns], to which that sum is added */
+    float *totals;             /* [parts, outputs, columns], to which that sum is added */
     float *models;             /* [clients, outputs, columns] to be written, or NULL */
-    float witness;             /* finite only if all scores and slopes are */
+    float *witness;            /* [parts], finite only if all scores and slopes are */
 } span_work;
 
 #endif

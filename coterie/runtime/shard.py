@@ -37,6 +37,7 @@ GPU_BYTES_PER_ELEMENT = 32  # the same on a GPU: an eighth of its memory, in flo
 STATISTICS_ELEMENTS = 1 << 27  # largest X'X of all clients worth holding
 THREADED_ELEMENTS = 1 << 20  # below this, waking a second thread costs more than it saves
 WORKERS_ELEMENTS = 1 << 20  # the same for workers, which are woken once in a call
+COMPILED_ELEMENTS = 1 << 18  # the same where C computes, without Python's lock
 
 
 class Shard:
@@ -281,7 +282,9 @@ class Shard:
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements)
         self.workers = 1
         if self._draws(batch) and not self.loop:
-            self.workers = 1 if work < WORKERS_ELEMENTS else torch.get_num_threads()
+            compiled = self._spans(batch) and span.compiles(self.model, self.train)
+            least = COMPILED_ELEMENTS if compiled else WORKERS_ELEMENTS
+            self.workers = 1 if work < least else torch.get_num_threads()
             return 1
         return 1 if work < THREADED_ELEMENTS else torch.get_num_threads()
 

@@ -14,7 +14,7 @@ from coterie.algorithms import make
 from coterie.federation.calls import payload
 from coterie.federation.client import Client, Reply
 from coterie.federation.replies import Replies
-from coterie.models import ragged, span, unwritten
+from coterie.models import ragged, span
 from coterie.models.base import Model
 from coterie.models.unwritten import Unwritten, written_out
 from coterie.runtime import shard
@@ -129,19 +129,19 @@ def test_threads_take_parts_of_one_stack(name: str, monkeypatch: pytest.MonkeyPa
     alone = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
     monkeypatch.setattr(shard, "WORKERS_ELEMENTS", 1)
     seen: list[list[int]] = []
-    together = unwritten.side_by_side
+    together = span.side_by_side
 
-    def counted(function: Any, parts: list[Any]) -> list[Any]:
-        seen.append([len(part.size) for part in parts])
+    def counted(function: Any, parts: list[slice]) -> list[Any]:
+        seen.append([part.stop - part.start for part in parts])
         return together(function, parts)
 
-    monkeypatch.setattr(unwritten, "side_by_side", counted)
+    monkeypatch.setattr(span, "side_by_side", counted)
     found = fit(federation(MODELS["penalised"]), method, 4, evaluate_every=0)
     assert seen == [[4, 2]] * len(seen) and len(seen) == (9 if name == "ditto" else 5)
     torch.testing.assert_close(found.personal, alone.personal, rtol=1e-12, atol=1e-13)
     rows = found.fed.runtime.train
-    assert [own.at.tolist() for own in span.parts(rows, torch.tensor([1, 3, 5]), 2)] == [[1, 3], [5]]
-    assert [own.at.tolist() for own in span.parts(rows, torch.tensor([2]), 2)] == [[2]]
+    assert span.stack(rows, torch.tensor([1, 3, 5]), 2).parts.tolist() == [0, 2, 3]
+    assert span.stack(rows, torch.tensor([2]), 2).parts.tolist() == [0, 1]
 
 
 @pytest.mark.usefixtures("two_threads", "calls")

@@ -64,18 +64,18 @@ def descents(
     centre = torch.randn(1, model.d, generator=draw)
     keys = torch.arange(len(at) * steps).view(len(at), steps)
     drawn, weight = rows.draw(who, keys, batch)
-    parts = span.parts(rows, who, 2)
+    clients = span.stack(rows, who, 2)
     towards = centre.expand(len(at), -1) if pull else None
-    return span.descend(model, rows, parts, w.expand(len(at), -1), drawn, weight, 0.1, pull, towards)
+    return span.descend(model, rows, clients, w.expand(len(at), -1), drawn, weight, 0.1, pull, towards)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> tuple[Unwritten, Unwritten]:
     compiled = descents(*arguments, **options)
-    assert all(isinstance(part, span.Compiled) for part in compiled.parts)
+    assert isinstance(compiled.descents, span.Compiled)
     with monkeypatch.context() as patch:
         patch.setattr(native, "available", False)
         plain = descents(*arguments, **options)
-    assert all(isinstance(part, span.Plain) for part in plain.parts)
+    assert isinstance(plain.descents, span.Plain)
     return compiled, plain
 
 
@@ -127,7 +127,7 @@ def test_the_bits_do_not_depend_on_what_is_asked_first(first: str) -> None:
         found = descents(model, rows, list(range(6)), False, 0.0)
         if first == "sum":
             assert bool(torch.isfinite(found.sum()))
-            assert (found._sums is None) == (before is None)
+            assert (found._sum is None) == (before is None)
         if first == "mean" and asked is not None:
             found.mean(asked)
         assert torch.equal(found.tensor, models_)
@@ -148,12 +148,12 @@ def test_models_that_are_looked_at_are_not_taken_for_a_mean() -> None:
 @pytest.mark.usefixtures("lanes")
 def test_bad_numbers_are_noticed(bad: float, where: str) -> None:
     model, rows = problem(models.linear() if where == "y" else models.softmax(classes=7), 49)
-    parts, k = span.parts(rows, None, 1), len(SIZES)
+    clients, k = span.stack(rows, None, 1), len(SIZES)
     w, centre = torch.zeros(k, model.d), torch.zeros(k, model.d)
     drawn, weight = rows.draw(None, torch.arange(k * 4).view(k, 4), 40)
     {"x": rows.x[40], "w": w[1], "centre": centre[1], "y": rows.y}[where][-1] = bad
-    found = span.descend(model, rows, parts, w, drawn, weight, 0.1, 0.5, centre)
-    assert isinstance(found.parts[0], span.Compiled) and not bool(torch.isfinite(found.sum()))
+    found = span.descend(model, rows, clients, w, drawn, weight, 0.1, 0.5, centre)
+    assert isinstance(found.descents, span.Compiled) and not bool(torch.isfinite(found.sum()))
 
 
 @pytest.mark.parametrize("wrong", ["row before", "row after", "label", "client"])
@@ -162,17 +162,17 @@ def test_what_is_out_of_range_is_refused(wrong: str) -> None:
     model, rows = problem(models.softmax(classes=7), 50)
     who = torch.tensor([1, 5])
     drawn, weight = rows.draw(who, torch.arange(8).view(2, 4), 9)
-    parts, w = span.parts(rows, who, 1), torch.zeros(2, model.d)
+    clients, w = span.stack(rows, who, 1), torch.zeros(2, model.d)
     if wrong == "label":
         rows.y[drawn[1, 2, 3]] = 7
     elif wrong == "client":
-        parts[0].at = torch.tensor([1, 6])
+        clients.at = torch.tensor([1, 6])
         rows.kernels(None)
         rows._kernels[0] = (rows._kernels[0][0], None)
     else:
         drawn[1, 3, 8] = rows.start[5] - 1 if wrong == "row before" else len(rows.x)
     with pytest.raises(IndexError, match="out of range"):
-        span.descend(model, rows, parts, w, drawn, weight, 0.1).sum()
+        span.descend(model, rows, clients, w, drawn, weight, 0.1).sum()
 
 
 def test_other_numbers_are_left_to_torch() -> None:
