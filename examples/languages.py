@@ -20,7 +20,7 @@ model = coterie.models.causal_lm(source, lora_rank=4, precision="auto", clip=1.0
 device = "cuda" if torch.cuda.is_available() else "cpu"
 fed = coterie.Federation.from_texts(texts, model, context=64, tokens=5_000, device=device)
 
-method = coterie.algorithms.CoBo(lr=0.1, rho=0.1, gamma=0.05, domain="simplex", sampling="all", batch=2)
+method = coterie.algorithms.CoBo(lr=0.1, rho=0.01, gamma=0.05, domain="simplex", sampling="all", batch=2)
 run = coterie.fit(fed, method, rounds=5, evaluate_every=0, score_test=False)
 
 weights = run.state.weights.tolist()

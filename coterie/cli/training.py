@@ -192,7 +192,7 @@ def adapters(
 ) -> None:
     """Teach a language model the texts of every client: an adapter each, from those who help each other.
 
-    Steps are lr=0.1 on batch=8 rows unless --set says otherwise; cobo has its weights on the simplex and rho=0.1.
+    Steps are lr=0.1 on batch=8 rows unless --set says otherwise; cobo has its weights on the simplex and rho=0.01.
     """
     import torch
 
@@ -202,7 +202,7 @@ def adapters(
 
     usual: dict[str, Any] = {"lr": 0.1, "batch": 8}
     if algorithm == "cobo":
-        usual |= {"rho": 0.1, "domain": "simplex"}
+        usual |= {"rho": 0.01, "domain": "simplex"}
     method = make(algorithm, **(usual | assignments(settings or [])))
     require_place(json)
     source = str(Path(model).resolve()) if Path(model).exists() else model
