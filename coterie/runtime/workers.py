@@ -17,6 +17,15 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 SHARED_PRODUCTS = 1 << 22  # multiplications below which waking a thread costs more than it saves
+LARGEST_REUSED = (1 << 25) - (1 << 13)  # bytes; glibc returns larger blocks to the system in any case
+
+
+def reuse_memory() -> None:
+    """Let freed memory be used again: by default glibc returns it, and fresh pages cost more than to add numbers up.
+
+    glibc takes the size of what it last returned for the least that is worth it, and returns this before it is used.
+    """
+    torch.empty(LARGEST_REUSED, dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=1)
