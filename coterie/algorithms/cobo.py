@@ -113,7 +113,7 @@ class CoBo(Algorithm):
             if len(i) == 0:
                 continue
             if self.symmetric:
-                i, j, agreement = torch.cat([i, j]), torch.cat([j, i]), agreement.repeat(2)
+                i, j, agreement = torch.cat([i, j]), torch.cat([j, i]), torch.cat([agreement, agreement])
             stepped = weights[i, j] + self.gamma * agreement
             weights = weights.index_put((i, j), stepped if self.domain == "simplex" else stepped.clamp(0, 1))
             touched.append(i)
@@ -149,7 +149,7 @@ class CoBo(Algorithm):
         asked = torch.cat([i, j])
         ends = asked.to(fed.device, non_blocking=True)
         i, j = ends.chunk(2)
-        r = fed.map(self.agree, each={"z": midpoints(models, i, j)}, to=asked, link=PEERS)
+        r = fed.map(self.agree, each={"z": midpoints(models, ends)}, to=asked, link=PEERS)
         if len(r) == len(ends):
             first, second = r.values.chunk(2)
         elif len(r) == 0:
@@ -180,7 +180,7 @@ class CoBo(Algorithm):
             near = (seen > 0) & (seen >= t - self.patience)
             links = weights * near * (seen == t).unsqueeze(1)
         degree = degrees(links)
-        pull = s.lr * self.strength(s, degree)
+        pull = self.pull(s, degree)
         if not everyone:
             slopes = torch.zeros_like(s.models).index_copy_(0, r.ids, slopes)
         if self.implicit:
@@ -191,11 +191,11 @@ class CoBo(Algorithm):
             models = _with_newcomers(models, weights, seen > 0)
         return s.replace(models=models, weights=weights, seen=seen, joined=joined, **memory)
 
-    def strength(self, s: State, degree: Tensor) -> Tensor | float:
-        """rho_t: rho, or less where the guard says so."""
+    def pull(self, s: State, degree: Tensor) -> Tensor | float:
+        """lr rho_t: lr rho, or less where the guard says so."""
         if self.implicit or self.guard == 0:
-            return s.rho
-        return (self.guard / (s.lr * degree.max())).clamp(max=s.rho)
+            return s.lr * s.rho
+        return (self.guard / degree.max()).clamp(max=s.lr * s.rho)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x

@@ -49,10 +49,10 @@ def occurrences(ids: Tensor | None) -> Tensor | None:
     if (values[1:] > values[:-1]).all():  # so they are when sampled
         return None
     order = values.argsort(kind="stable")
-    ordered, place = values[order], np.arange(len(values))
-    first = np.append(True, ordered[1:] != ordered[:-1])
-    if first.all():
+    ordered = values[order]
+    before = np.arange(len(values)) - ordered.searchsorted(ordered)
+    if not before.any():
         return None
     seen = np.empty_like(values)
-    seen[order] = place - np.maximum.accumulate(np.where(first, place, 0))
+    seen[order] = before
     return torch.from_numpy(seen).to(ids.device)

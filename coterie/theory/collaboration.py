@@ -64,12 +64,11 @@ def mixed(weights: Tensor, models: Tensor, slopes: Tensor | None = None, lr: flo
     return result
 
 
-def midpoints(models: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """(x_i + x_j)/2 of pairs [P], for their first ends and again for the second, [2 P, d]."""
-    result = models.new_empty(2 * len(i), models.shape[1])
+def midpoints(models: Tensor, ends: Tensor) -> Tensor:
+    """(x_i + x_j)/2 of pairs whose first ends i are the first half of `ends` [2 P], for both ends, [2 P, d]."""
+    result = models.index_select(0, ends)
     first, second = result.chunk(2)
-    torch.index_select(models, 0, i, out=first).lerp_(models.index_select(0, j), 0.5)
-    second.copy_(first)
+    second.copy_(first.lerp_(second, 0.5))
     return result
 
 
