@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def descend(
-    client: Client, x: Tensor, lr: float, numbers: Sequence[int], pull: float, towards: Tensor | None
+    client: Client, x: Tensor, lr: float, numbers: range, pull: float, towards: Tensor | None
 ) -> Tensor | Unwritten:
     """A step x <- x - lr (grad(x) + pull (x - towards)) on each of the minibatches with these numbers."""
     shard, batch = client._shard, client._batch
@@ -27,8 +27,10 @@ def descend(
     stacked = len(client.lead) == 1 and not shard.loop and x.device.type == "cpu"
     if stacked and 0 < batch < rows.largest and len(numbers):
         if span.pays(model, rows, batch * len(numbers)):
-            drawn, weight, _ = _drawn(client, numbers)
-            return span.descend(model, rows, client._spanned, x, drawn, weight, lr, pull, towards)
+            minibatches = span.Minibatches(
+                numbers, batch, lambda: client.keys, lambda: _drawn(client, numbers)[:2]
+            )
+            return span.descend(model, rows, client._spanned, x, minibatches, lr, pull, towards)
         if model.takes_turns(x, (batch, *rows.x.shape[1:])):
             return _by_turns(client, x, lr, numbers, pull, towards)
     for k, number in enumerate(numbers):

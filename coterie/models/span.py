@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -54,14 +55,12 @@ class Rates(NamedTuple):
 
 @dataclass(eq=False)
 class Stack:
-    """The clients `at`, where their rows are, and which of them are a part: a thread computes one.
+    """The clients `at` with `total` rows, and how they are shared out: a thread computes one of the parts.
 
     `parts` are the numbers of the first clients of each, then that of all clients.
     """
 
     at: Tensor
-    start: Tensor
-    sizes: Tensor
     total: int
     parts: Tensor
 
@@ -72,11 +71,19 @@ def stack(rows: Rows, at: Tensor | None, threads: int) -> Stack:
         if ("stack", threads) not in rows.notes:
             rows.notes["stack", threads] = stack(rows, torch.arange(len(rows)), threads)
         return rows.notes["stack", threads]
-    start, sizes = rows.start[at], rows.size[at]
-    until = sizes.numpy().cumsum()  # small arrays: numpy calls take a third of torch's time
+    until = rows.size.numpy()[at.numpy()].cumsum()  # small arrays: numpy calls take a third of torch's time
     total = int(until[-1]) if len(until) else 0
     ends = until.searchsorted([total * part // threads for part in range(1, threads)]) + 1
-    return Stack(at, start, sizes, total, torch.tensor(sorted({0, *ends.tolist(), len(until)})))
+    return Stack(at.contiguous(), total, torch.tensor(sorted({0, *ends.tolist(), len(until)})))
+
+
+class Minibatches(NamedTuple):
+    """Minibatches of so many rows with these numbers, drawn with keys [k] or as rows and weights [k, steps, B]."""
+
+    numbers: range
+    batch: int
+    keys: Callable[[], Tensor]
+    drawn: Callable[[], tuple[Tensor, Tensor]]
 
 
 def descend(
@@ -84,27 +91,23 @@ def descend(
     rows: Rows,
     clients: Stack,
     w: Tensor,
-    drawn: Tensor,
-    weight: Tensor,
+    minibatches: Minibatches,
     lr: float,
     pull: float = 0.0,
     towards: Tensor | None = None,
 ) -> Unwritten:
-    """`w` [k, d] of all clients after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch.
-
-    `drawn` [k, steps, B] are rows of the whole array and `weight` their weights. Parts are computed side by side.
-    """
+    """`w` [k, d] of all clients after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch."""
     shape = (model.outputs, model.columns)
     tables, centres = w.unflatten(-1, shape), None
     if towards is not None and pull:
         centres = towards.unflatten(-1, shape)
     pulled = lr * pull if centres is not None else 0.0
     keeps, share, centre_share = 1 - pulled - lr * model.l2, 1.0, 0.0
-    for _ in range(drawn.shape[1]):
+    for _ in minibatches.numbers:
         share, centre_share = share * keeps, centre_share * keeps + pulled
     rates = Rates(lr, keeps, pulled, share, centre_share)
     kind = Compiled if compiles(model, rows, tables, centres) else Plain
-    descents = kind(model, rows, clients, tables, centres, drawn, weight, rates)
+    descents = kind(model, rows, clients, tables, centres, minibatches, rates)
     return Unwritten(tables, share, centres, centre_share, descents, rows)
 
 
@@ -112,7 +115,8 @@ def compiles(model: Model, rows: Rows, *tables: Tensor | None) -> bool:
     """Whether C computes descents on these rows, from these tables."""
     single = all(part.dtype == torch.float32 for part in (rows.x, *tables) if part is not None)
     labels = rows.y.dtype == torch.int64 or (rows.y.dtype == torch.float32 and not isinstance(model, Softmax))
-    whole = rows.x.is_contiguous() and rows.y.is_contiguous() and rows.x.shape[1] >= native.LANES
+    arrays = (rows.x, rows.y, rows.start, rows.size)
+    whole = all(part.is_contiguous() for part in arrays) and rows.x.shape[1] >= native.LANES
     return native.available and type(model) in LOSSES and single and labels and whole
 
 
@@ -125,19 +129,19 @@ class Descent:
     clients: Stack
     tables: Tensor
     centres: Tensor | None
-    drawn: Tensor
-    weight: Tensor
+    minibatches: Minibatches
     rates: Rates
 
     @property
     def sizes(self) -> Tensor:
-        return self.clients.sizes
+        return self.rows.size[self.clients.at]
 
 
 class Plain(Descent):
     """With torch."""
 
     def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
+        self._drawn = self.minibatches.drawn()
         cuts = [slice(*cut) for cut in itertools.pairwise(self.clients.parts.tolist())]
         sums = side_by_side(lambda cut: self._part(cut, weights, models), cuts)
         return None if weights is None else torch.stack([part for part in sums if part is not None]).sum(0)
@@ -152,14 +156,14 @@ class Plain(Descent):
         return torch.stack([witness for _, _, witness in self._taken.values()]).sum()
 
     def _part(self, k: slice, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
-        tables, x = self.tables[k], self.rows.x
+        tables, x, at = self.tables[k], self.rows.x, self.clients.at[k]
         centres = None if self.centres is None else self.centres[k]
         if k.start not in self._taken:
-            layout = ragged.layout(self.clients.start[k], self.clients.sizes[k])
+            layout = ragged.layout(self.rows.start[at], self.rows.size[at])
             scores = scripted(ragged.score)(tables, x, layout)
             middle = None if centres is None else scripted(ragged.score)(centres, x, layout)
-            kernels = (self.rows.kernels(self.clients.at[k]), self.clients.at[k] * self.rows.largest)
-            draws, keeps = (self.drawn[k], self.weight[k] * -self.rates.lr), self.rates[1:3]
+            kernels = (self.rows.kernels(at), at * self.rows.largest)
+            draws, keeps = (self._drawn[0][k], self._drawn[1][k] * -self.rates.lr), self.rates[1:3]
             steps = ragged.stepper(self.model._residuals)
             taken = steps(scores, middle, *draws, self.rows.y, layout, *kernels, *keeps)
             self._taken[k.start] = (layout, *taken)
@@ -177,24 +181,23 @@ class Compiled(Descent):
     @functools.cached_property
     def work(self) -> native.Work:
         """All but what is asked for; the tensors that it points to are those of this object."""
-        model, rows, own = self.model, self.rows, self.clients
+        model, rows, own, numbers = self.model, self.rows, self.clients, self.minibatches.numbers
         kernels = rows.kernels(own.at)
         self.tables, self.centres = (
             _dense(self.tables),
             None if self.centres is None else _dense(self.centres),
         )
-        self.drawn = self.drawn.contiguous()
-        even = not any(self.weight.stride())
-        self.weight = self.weight if even else self.weight.to(torch.float32).contiguous()
+        self.keys = self.minibatches.keys().contiguous()
         self.shares = torch.empty(model.outputs * own.total)
         self.witnesses = torch.empty(len(own.parts) - 1)
-        held = (own.parts, own.at, own.start, own.sizes, rows.x, rows.y, kernels, self.tables)
+        held = (own.parts, own.at, rows.start, rows.size, rows.x, rows.y, kernels, self.tables)
         centres = (None, 0) if self.centres is None else (self.centres.data_ptr(), self.centres.stride(0))
         return native.Work(
             len(own.at), len(rows), model.outputs, model.columns, rows.largest, kernels.shape[1],
-            *self.drawn.shape[1:], LOSSES[type(model)], rows.y.dtype == torch.int64,
+            len(numbers), self.minibatches.batch,
+            LOSSES[type(model)], rows.y.dtype == torch.int64, model.reduction == "sum",
             *(tensor.data_ptr() for tensor in held), centres[0], self.tables.stride(0), centres[1],
-            self.drawn.data_ptr(), self.weight.data_ptr(), not even, *self.rates, self.shares.data_ptr(),
+            self.keys.data_ptr(), numbers.start, numbers.step, *self.rates, self.shares.data_ptr(),
             witness=self.witnesses.data_ptr(),
         )  # fmt: skip
 
@@ -208,8 +211,12 @@ class Compiled(Descent):
         asked = (None if weights is None else weights.contiguous(), totals, models)
         work.weights, work.totals, work.models = (None if part is None else part.data_ptr() for part in asked)
         side_by_side(lambda part: native.run(work, part), range(parts))
-        work.drawn = None
-        return None if totals is None else totals.sum(0)
+        work.keys = None
+        if totals is None:
+            return None
+        for part in range(1, parts):
+            totals[0] += totals[part]
+        return totals[0]
 
 
 def _dense(tables: Tensor) -> Tensor:

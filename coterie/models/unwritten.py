@@ -100,8 +100,7 @@ def written_out(value: Tensor | Unwritten) -> Tensor:
 
 
 def _even(sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    ones = torch.ones((len(sizes), 1), dtype=dtype)
-    return ones / ones.sum()
+    return torch.full((len(sizes), 1), 1 / len(sizes), dtype=dtype)
 
 
 def _by_rows(sizes: Tensor, dtype: torch.dtype) -> Tensor:

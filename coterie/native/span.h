@@ -163,6 +163,7 @@ static void predict(int64_t loss, int64_t outputs, float *scores, int64_t length
 typedef struct {
     float *packed, *now, *middle, *slopes, *shares; /* scores at the model and at its centre; slopes of a minibatch */
     const float **rows;
+    int64_t *drawn;
     lanes witness;
     int fresh; /* whether no table is packed yet */
 } room;
@@ -171,12 +172,31 @@ INLINE void witness(room *m, const float *values, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) m->witness += load(values + i);
 }
 
+/* The finaliser of SplitMix64, as in coterie/federation/randomness.py. */
+INLINE uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+}
+
+#define GOLDEN 0x9E3779B97F4A7C15
+
+/* `batch` of 0..size-1, or each once if there are no more; returns how many they are. */
+static int64_t draw(uint64_t key, int64_t size, int64_t batch, int64_t *rows) {
+    if (size <= batch) {
+        for (int64_t b = 0; b < size; b++) rows[b] = b;
+        return size;
+    }
+    for (int64_t b = 0; b < batch; b++) rows[b] = (mixed(key += GOLDEN) >> 33) * (uint64_t)size >> 31;
+    return batch;
+}
+
 /* The steps of client k, and `shares` [outputs, size] of its rows in what they change. */
 static int64_t descend(const span_work *s, room *m, int64_t k, float *shares) {
-    int64_t outputs = s->outputs, batch = s->batch, length = rounded(batch);
-    int64_t size = s->size[k], first = s->start[k], wide = rounded(size);
-    const float *kernel = s->kernels + s->at[k] * s->largest * s->width;
-    const sum_of_rows moves = {m->rows, batch, wide, m->slopes, length, outputs, m->now, 0};
+    int64_t who = s->at[k], outputs = s->outputs, size = s->size[who], first = s->start[who], wide = rounded(size);
+    int64_t length = rounded(size < s->batch ? size : s->batch);
+    const float *kernel = s->kernels + who * s->largest * s->width;
+    sum_of_rows moves = {m->rows, 0, wide, m->slopes, length, outputs, m->now, 0};
     memset(shares, 0, outputs * size * sizeof *shares);
     for (int64_t t = 0; t < s->steps; t++) {
         if (t) {
@@ -188,27 +208,25 @@ static int64_t descend(const span_work *s, room *m, int64_t k, float *shares) {
                 for (int64_t i = 0; i < outputs * wide; i++) m->now[i] += s->pulled * m->middle[i];
             add_rows(&moves);
         }
-        const int64_t *drawn = s->drawn + (k * s->steps + t) * batch;
-        const float *weight = s->weight + (k * s->steps + t) * batch * s->weight_step;
+        uint64_t key = mixed(s->keys[k] + (s->number + t * s->every + 1) * GOLDEN);
+        int64_t batch = moves.count = draw(key, size, s->batch, m->drawn);
+        float pace = -s->lr * (1.0f / batch * (s->summed ? size : 1));
         memset(m->slopes, 0, outputs * length * sizeof *shares);
         for (int64_t b = 0; b < batch; b++) {
-            int64_t row = drawn[b] - first;
-            if (row < 0 || row >= size) return OUT_OF_RANGE;
-            m->rows[b] = kernel + row * s->width;
-            for (int64_t o = 0; o < outputs; o++) m->slopes[o * length + b] = m->now[o * wide + row];
+            m->rows[b] = kernel + m->drawn[b] * s->width;
+            for (int64_t o = 0; o < outputs; o++) m->slopes[o * length + b] = m->now[o * wide + m->drawn[b]];
         }
         predict(s->loss, outputs, m->slopes, length);
         for (int64_t b = 0; b < batch; b++) {
-            int64_t row = drawn[b], label = s->integers ? ((const int64_t *)s->y)[row] : 0;
+            int64_t row = m->drawn[b], label = s->integers ? ((const int64_t *)s->y)[first + row] : 0;
             if (s->loss == SOFTMAX) {
                 if (label < 0 || label >= outputs) return OUT_OF_RANGE;
                 m->slopes[label * length + b] -= 1;
             } else
-                m->slopes[b] -= s->integers ? (float)label : ((const float *)s->y)[row];
-            float pace = -s->lr * weight[b * s->weight_step];
+                m->slopes[b] -= s->integers ? (float)label : ((const float *)s->y)[first + row];
             for (int64_t o = 0; o < outputs; o++) {
                 m->slopes[o * length + b] *= pace;
-                shares[o * size + row - first] += m->slopes[o * length + b];
+                shares[o * size + row] += m->slopes[o * length + b];
             }
         }
         for (int64_t o = 0; o < outputs; o++)
@@ -220,11 +238,11 @@ static int64_t descend(const span_work *s, room *m, int64_t k, float *shares) {
 
 /* What is asked of client k, for the sum of its part. */
 static int64_t compute(const span_work *s, room *m, int64_t k, float *shares, float *total) {
-    int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, size = s->size[k], wide = rounded(size);
-    const float *x = s->x + s->start[k] * columns, *table = s->tables + k * s->table_step;
+    int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, first = s->start[s->at[k]];
+    int64_t size = s->size[s->at[k]], wide = rounded(size);
+    const float *x = s->x + first * columns, *table = s->tables + k * s->table_step;
     const float *centre = s->centres ? s->centres + k * s->centre_step : NULL;
-    if (s->drawn) {
-        if (s->at[k] < 0 || s->at[k] >= s->everybody || size < 0 || size > s->largest) return OUT_OF_RANGE;
+    if (s->keys) {
         if (m->fresh || s->table_step || centre) pack(table, outputs, columns, m->packed);
         m->fresh = 0;
         score(x, size, columns, m->packed, outputs, m->now, wide);
@@ -239,7 +257,7 @@ static int64_t compute(const span_work *s, room *m, int64_t k, float *shares, fl
     }
     for (int64_t r = 0; r < size; r++) m->rows[r] = x + r * columns;
     sum_of_rows sum = {m->rows, size, columns, shares, size, outputs, NULL, 0};
-    if (k + 1 < s->clients) sum.ahead = (s->start[k + 1] - s->start[k]) * columns;
+    if (k + 1 < s->clients) sum.ahead = (s->start[s->at[k + 1]] - first) * columns;
     if (s->models) {
         sum.to = s->models + k * d;
         for (int64_t i = 0; i < d; i++) sum.to[i] = s->share * table[i];
@@ -260,17 +278,21 @@ int64_t SPAN(const span_work *s, int part) {
     int64_t most = s->largest > s->batch ? s->largest : s->batch;
     float *memory = aligned_alloc(sizeof(lanes), s->outputs * (columns + 3 * wide + length) * sizeof *memory);
     room m = {.packed = memory, .rows = malloc(most * sizeof *m.rows), .fresh = 1};
-    int64_t problem = memory && m.rows ? FINE : NO_MEMORY;
+    m.drawn = malloc(s->batch * sizeof *m.drawn);
+    int64_t problem = memory && m.rows && m.drawn ? FINE : NO_MEMORY;
     m.now = m.packed + s->outputs * columns;
     m.middle = m.now + s->outputs * wide;
     m.shares = m.middle + s->outputs * wide;
     m.slopes = m.shares + s->outputs * wide;
+    for (int64_t k = 0; k < s->clients; k++)
+        if (s->at[k] < 0 || s->at[k] >= s->everybody || s->size[s->at[k]] > s->largest) problem = OUT_OF_RANGE;
     int64_t first = s->cuts[part], last = s->cuts[part + 1];
     float *shares = s->shares, *total = s->totals ? s->totals + part * s->outputs * s->columns : NULL;
-    for (int64_t k = 0; k < last && !problem; shares += s->outputs * s->size[k++])
+    for (int64_t k = 0; k < last && !problem; shares += s->outputs * s->size[s->at[k++]])
         if (k >= first) problem = compute(s, &m, k, shares, total);
-    if (s->drawn) s->witness[part] = sums((lanes[TALL]){m.witness})[0];
+    if (s->keys) s->witness[part] = sums((lanes[TALL]){m.witness})[0];
     free(memory);
     free(m.rows);
+    free(m.drawn);
     return problem;
 }

@@ -9,7 +9,7 @@ from coterie.native import library
 LANES = 16  # fewest columns
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 
-_numbers = "clients everybody outputs columns largest width steps batch loss integers"
+_numbers = "clients everybody outputs columns largest width steps batch loss integers summed"
 _rows = "cuts at start size x y kernels tables centres"
 
 
@@ -20,8 +20,8 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _numbers.split()),
         *((name, ctypes.c_void_p) for name in _rows.split()),
         *((name, ctypes.c_int64) for name in ("table_step", "centre_step")),
-        *((name, ctypes.c_void_p) for name in ("drawn", "weight")),
-        ("weight_step", ctypes.c_int64),
+        ("keys", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("number", "every")),
         *((name, ctypes.c_float) for name in ("lr", "keeps", "pulled", "share", "centre_share")),
         *((name, ctypes.c_void_p) for name in ("shares", "weights", "totals", "models", "witness")),
     )
@@ -37,4 +37,4 @@ def run(work: Work, part: int) -> None:
     if problem == NO_MEMORY:
         raise MemoryError("no memory for the scores of a client")
     if problem == OUT_OF_RANGE:
-        raise IndexError("a client, a row or a label is out of range")
+        raise IndexError("a client or a label is out of range")

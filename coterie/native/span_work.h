@@ -9,17 +9,17 @@ enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
 
 typedef struct {
     int64_t clients, everybody, outputs, columns, largest, width, steps, batch;
-    int64_t loss, integers;           /* whether labels are integers */
+    int64_t loss, integers, summed;   /* whether labels are integers, and losses of rows summed */
     const int64_t *cuts;              /* [parts + 1]: part p has the clients from cuts[p] to before cuts[p + 1] */
-    const int64_t *at, *start, *size; /* [clients]: which of everybody each is, and where its rows are */
+    const int64_t *at;                /* [clients]: which of everybody each is */
+    const int64_t *start, *size;      /* [everybody]: where the rows of each are */
     const float *x;                   /* [rows, columns] */
     const void *y;                    /* [rows], int64_t or float */
     const float *kernels;             /* [everybody, largest, width]: inner products of the rows of a client */
     const float *tables, *centres;    /* [outputs, columns], for each client so many floats on; no centres: NULL */
     int64_t table_step, centre_step;
-    const int64_t *drawn; /* [clients, steps, batch] rows; NULL: `shares` are there already */
-    const float *weight;  /* the same shape, or one number if weight_step is 0 */
-    int64_t weight_step;
+    const int64_t *keys;       /* [clients], of draws; NULL: `shares` are there already */
+    int64_t number, every;     /* of the first minibatch, and how far it is to the next */
     float lr, keeps, pulled;   /* a step is w <- keeps w + pulled centre - lr gradient */
     float share, centre_share; /* of tables and centres in the models after all steps */
     float *shares;             /* [outputs, size] of one client after the other */

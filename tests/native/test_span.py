@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie import Federation, fit, models
 from coterie.algorithms import make
 from coterie.data.rows import Rows
+from coterie.federation import randomness
 from coterie.models import span
 from coterie.models.base import Model
 from coterie.models.unwritten import Unwritten
@@ -29,6 +30,7 @@ MODELS = {
     "two": models.softmax(classes=2),
     "logistic": models.logistic(l2=0.1),
     "linear": models.linear(),
+    "sum": models.softmax(classes=3, reduction="sum"),
 }
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the package was installed without a C compiler")
@@ -62,11 +64,19 @@ def descents(
     who = torch.tensor(at)
     w = torch.randn(len(at) if own else 1, model.d, generator=draw) / 4
     centre = torch.randn(1, model.d, generator=draw)
-    keys = torch.arange(len(at) * steps).view(len(at), steps)
-    drawn, weight = rows.draw(who, keys, batch)
-    clients = span.stack(rows, who, 2)
+    clients, drawn = span.stack(rows, who, 2), minibatches(model, rows, who, steps, batch)
     towards = centre.expand(len(at), -1) if pull else None
-    return span.descend(model, rows, clients, w.expand(len(at), -1), drawn, weight, 0.1, pull, towards)
+    return span.descend(model, rows, clients, w.expand(len(at), -1), drawn, 0.1, pull, towards)
+
+
+def minibatches(model: Any, rows: Rows, who: Tensor, steps: int, batch: int) -> span.Minibatches:
+    keys, numbers = randomness.key(5, torch.arange(len(who))), range(3, 3 + 2 * steps, 2)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        drawn, weight = rows.draw(who, randomness.fold(keys.unsqueeze(-1), torch.tensor(numbers)), batch)
+        return drawn, weight * rows.size[who].view(-1, 1, 1) if model.reduction == "sum" else weight
+
+    return span.Minibatches(numbers, batch, lambda: keys, draw)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> tuple[Unwritten, Unwritten]:
@@ -150,29 +160,27 @@ def test_bad_numbers_are_noticed(bad: float, where: str) -> None:
     model, rows = problem(models.linear() if where == "y" else models.softmax(classes=7), 49)
     clients, k = span.stack(rows, None, 1), len(SIZES)
     w, centre = torch.zeros(k, model.d), torch.zeros(k, model.d)
-    drawn, weight = rows.draw(None, torch.arange(k * 4).view(k, 4), 40)
+    drawn = minibatches(model, rows, torch.arange(k), 4, 40)
     {"x": rows.x[40], "w": w[1], "centre": centre[1], "y": rows.y}[where][-1] = bad
-    found = span.descend(model, rows, clients, w, drawn, weight, 0.1, 0.5, centre)
+    found = span.descend(model, rows, clients, w, drawn, 0.1, 0.5, centre)
     assert isinstance(found.descents, span.Compiled) and not bool(torch.isfinite(found.sum()))
 
 
-@pytest.mark.parametrize("wrong", ["row before", "row after", "label", "client"])
+@pytest.mark.parametrize("wrong", ["label", "client"])
 @pytest.mark.usefixtures("lanes")
 def test_what_is_out_of_range_is_refused(wrong: str) -> None:
     model, rows = problem(models.softmax(classes=7), 50)
     who = torch.tensor([1, 5])
-    drawn, weight = rows.draw(who, torch.arange(8).view(2, 4), 9)
+    drawn = minibatches(model, rows, who, 4, 9)
     clients, w = span.stack(rows, who, 1), torch.zeros(2, model.d)
     if wrong == "label":
-        rows.y[drawn[1, 2, 3]] = 7
-    elif wrong == "client":
+        rows.y[drawn.drawn()[0][1, 2, 3]] = 7
+    else:
         clients.at = torch.tensor([1, 6])
         rows.kernels(None)
         rows._kernels[0] = (rows._kernels[0][0], None)
-    else:
-        drawn[1, 3, 8] = rows.start[5] - 1 if wrong == "row before" else len(rows.x)
     with pytest.raises(IndexError, match="out of range"):
-        span.descend(model, rows, clients, w, drawn, weight, 0.1).sum()
+        span.descend(model, rows, clients, w, drawn, 0.1).sum()
 
 
 def test_other_numbers_are_left_to_torch() -> None:
