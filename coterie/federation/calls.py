@@ -41,10 +41,8 @@ def arguments(method: Callable[..., Any], state: State) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names}
 
 
-def occurrences(ids: Tensor | None) -> Tensor | None:
+def occurrences(ids: Tensor) -> Tensor | None:
     """For ids that repeat, how often each was seen before; None when all differ."""
-    if ids is None:
-        return None
     values = ids.cpu().numpy()  # small arrays: numpy calls take a third of torch's time
     if (values[1:] > values[:-1]).all():  # so they are when sampled
         return None

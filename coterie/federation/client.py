@@ -13,7 +13,6 @@ from torch import Tensor
 from coterie.errors import CoterieError, SettingError
 from coterie.federation import local_sgd, randomness
 from coterie.federation.parcels import Sealer
-from coterie.models import span
 from coterie.models.metrics import metrics
 from coterie.models.unwritten import Unwritten, written_out
 
@@ -85,7 +84,7 @@ class Client:
         self.sealer = sealer or Sealer()
         self.threads = threads  # that compute parts of this stack; `Apart` where they cannot
         self.whole = False  # whether nobody else is visited in this call
-        self.minibatches: Callable[[Sequence[int], int], tuple[Tensor, Tensor, Tensor]] | None = None
+        self.minibatches: Callable[[Sequence[int], int], tuple[Tensor, Tensor, Tensor] | None] | None = None
         self._step = 0
         self._drawn: tuple[int, Batch] | None = None
         self._drawn_from = self._drawn_until = -1
@@ -97,10 +96,6 @@ class Client:
     def keys(self) -> Tensor:
         """Coordinates of this visit, hashed when the first random number is asked for."""
         return self._make_keys()
-
-    @functools.cached_property
-    def _spanned(self) -> span.Stack:
-        return span.stack(self._shard.train, self._at, self.threads)
 
     @functools.cached_property
     def _statistics(self) -> tuple[Tensor, ...] | None:

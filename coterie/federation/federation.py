@@ -289,8 +289,8 @@ class Federation:
         compress: Compressor | None = None,
     ) -> Replies:
         sampled, coming = self._sampled
-        again = None if ids is sampled else occurrences(ids)
-        visits = Visits(self._moved(ids), self._moved(again), coming if ids is sampled else None)
+        again = None if ids is None or ids is sampled else lambda: self._moved(occurrences(ids))
+        visits = Visits(self._moved(ids), again, coming if ids is sampled else None)
         asked = self.everyone if visits.at is None else visits.at
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1

@@ -30,7 +30,7 @@ def descend(
             minibatches = span.Minibatches(
                 numbers, batch, lambda: client.keys, lambda: _drawn(client, numbers)[:2]
             )
-            return span.descend(model, rows, client._spanned, x, minibatches, lr, pull, towards)
+            return span.descend(model, rows, client._at, x, minibatches, lr, pull, towards, client.threads)
         if model.takes_turns(x, (batch, *rows.x.shape[1:])):
             return _by_turns(client, x, lr, numbers, pull, towards)
     for k, number in enumerate(numbers):
@@ -67,8 +67,9 @@ def _by_turns(
 def _drawn(client: Client, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and weights [k, steps, B] of these minibatches, and keys [k, steps] of their draws."""
     rows = client._shard.train
-    if client.minibatches is not None:
-        drawn, weight, keys = client.minibatches(numbers, client._batch)
+    known = None if client.minibatches is None else client.minibatches(numbers, client._batch)
+    if known is not None:
+        drawn, weight, keys = known
     else:
         keys = randomness.fold(client.keys.unsqueeze(-1), torch.as_tensor(numbers))
         drawn, weight = rows.draw(client._at, keys, client._batch)

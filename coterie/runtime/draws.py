@@ -49,8 +49,10 @@ class Draws:
 
     def of(
         self, call: Call, visits: Visits, numbers: Sequence[int], batch: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, weights and keys of the minibatches with these numbers, for every visit once."""
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, weights and keys of the minibatches with these numbers; None where somebody is visited twice."""
+        if visits.nth is not None:
+            return None
         kind = (call.phase, call.call, numbers, batch)
         known = self._known.get(kind)
         found = None if known is None else known.of(call.round, visits.at)

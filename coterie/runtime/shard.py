@@ -156,7 +156,7 @@ class Shard:
 
         for at, client, (named, good, sealed) in self._visited(call, visits, visit):
             parcels = sealed
-            if lasting and visits.nth is not None and client.written:
+            if lasting and client.written and visits.nth is not None:
                 raise CoterieError(
                     f"phase {call.phase!r} keeps state but visits a client more than once in one call"
                 )
@@ -253,7 +253,7 @@ class Shard:
         if count <= step and not self.loop:
             stack = client(visits.at, slice(None))
             stack.whole = True
-            if visits.nth is None and self.device.type == "cpu":
+            if self.device.type == "cpu":
                 stack.minibatches = functools.partial(self.draws.of, call, visits)
             yield visits.at, stack, slice(None)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,12 +32,18 @@ class Call:
 class Visits:
     """Who is visited: positions in the shard (None: everybody, once), and which visit of the call it is.
 
-    `coming` tells who will be visited in a later round, as far as that can be known.
+    `repeats` is `nth` or counts it when somebody asks; `coming` tells who will be visited in a later round, as far as
+    that can be known.
     """
 
     at: Tensor | None
-    nth: Tensor | None = None
+    repeats: Tensor | Callable[[], Tensor | None] | None = None
     coming: Callable[[int], Tensor] | None = None
+
+    @functools.cached_property
+    def nth(self) -> Tensor | None:
+        """How many visits of the call to the same client are before each; None where nobody is visited twice."""
+        return self.repeats() if callable(self.repeats) else self.repeats
 
 
 @dataclass(frozen=True)
