@@ -38,11 +38,6 @@ def known(skeleton: Skeleton) -> bool:
     return layers is not None and all(type(layer) in (*KINDS, nn.Identity) for layer in layers)
 
 
-def computes(w: Tensor) -> bool:
-    """Whether it is computed in C with these parameters."""
-    return native.library is not None and w.dtype == torch.float32 and w.device.type == "cpu"
-
-
 def gradients(skeleton: Skeleton, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, task: str) -> Tensor:
     """[k, d] for w [k, d] and rows x [k, B, ...], y and weight [k, B], of the losses of one of `TASKS`."""
     assert native.library is not None

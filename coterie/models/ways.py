@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from coterie import native
 from coterie.errors import SettingError
-from coterie.models import chain
 from coterie.models.accelerate import Captured, compiled, fastest
 
 CPU_BYTES = 2**30
@@ -128,7 +128,7 @@ class Ways:
         return _sum(self._mapped_gradient(w, *part) for part in self._pieces(w, rows, axis=1))
 
     def _mapped_gradient(self, w: Tensor, *rows: Tensor) -> Tensor:
-        if self.written is not None and chain.computes(w):
+        if self.written is not None and native.takes(w):
             return self.written(w, *rows)
         if not self.compiles and self.summed is None:
             return _mapped(functools.partial(grad(self.objective), unrolled=True), w, *rows)

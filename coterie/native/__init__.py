@@ -9,6 +9,9 @@ import ctypes
 import os
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 PLAIN = "COTERIE_PLAIN"  # environment variable: set to compute without C
 
 
@@ -23,3 +26,8 @@ def _load() -> ctypes.CDLL | None:
 
 
 library = _load()
+
+
+def takes(values: Tensor) -> bool:
+    """Whether what such values are for is computed in C."""
+    return library is not None and values.dtype == torch.float32 and values.device.type == "cpu"

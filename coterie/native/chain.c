@@ -15,3 +15,6 @@ DECLARED(16)
 
 int coterie_chain(const struct stack *s, int64_t begin, int64_t end) { return CHOSEN(coterie_chain)(s, begin, end); }
 int coterie_mixture(const struct mixture *m, int64_t begin, int64_t end) { return CHOSEN(coterie_mixture)(m, begin, end); }
+int coterie_midpoints(float *to, const float *models, const int64_t *ends, int64_t pairs, int64_t n, int64_t d) {
+    return CHOSEN(coterie_midpoints)(to, models, ends, pairs, n, d);
+}

@@ -32,6 +32,7 @@ struct mixture {
 /* The kernels for vectors of some width. */
 #define DECLARED(lanes)                                                                                                \
     int coterie_chain_##lanes(const struct stack *s, int64_t begin, int64_t end);                                    \
-    int coterie_mixture_##lanes(const struct mixture *m, int64_t begin, int64_t end);
+    int coterie_mixture_##lanes(const struct mixture *m, int64_t begin, int64_t end);                                  \
+    int coterie_midpoints_##lanes(float *to, const float *models, const int64_t *ends, int64_t pairs, int64_t n, int64_t d);
 
 #endif

@@ -1,4 +1,5 @@
-/* Mixtures of models: products of a small matrix with a wide one, whose columns come into the cache a strip at a time. */
+/* Means of pairs of models, and mixtures of all: products of a small matrix with a wide one, whose columns come into the
+   cache a strip at a time. */
 #include "product.h"
 #include "chain_work.h"
 
@@ -23,5 +24,21 @@ int NAMED(coterie_mixture)(const struct mixture *m, int64_t begin, int64_t end) 
         });
     }
     free(strip);
+    return 0;
+}
+
+/* to [2 pairs, d] = (x_i + x_j)/2 for both ends of each pair, the first ends before the second; 1 if an end is not one of
+   the n models. */
+int NAMED(coterie_midpoints)(float *to, const float *models, const int64_t *ends, int64_t pairs, int64_t n, int64_t d) {
+    for (int64_t k = 0; k < 2 * pairs; k++)
+        if (ends[k] < 0 || ends[k] >= n) return 1;
+    for (int64_t k = 0; k < pairs; k++) {
+        const float *x = models + ends[k] * d, *y = models + ends[pairs + k] * d;
+        for (int64_t at = 0; at < d; at += LANES) {
+            lanes middle = 0.5f * (load_some(x + at, d - at) + load_some(y + at, d - at));
+            store_some(to + k * d + at, middle, d - at);
+            store_some(to + (pairs + k) * d + at, middle, d - at);
+        }
+    }
     return 0;
 }

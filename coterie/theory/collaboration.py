@@ -45,9 +45,10 @@ def pulled(weights: Tensor, degree: Tensor, pull: Tensor | float) -> Tensor:
 def mixed(weights: Tensor, models: Tensor, slopes: Tensor | None = None, lr: float = 0.0) -> Tensor:
     """weights [m, n] times models [n, d], minus lr slopes [m, d]."""
     weights = weights.to(models.dtype)
-    if native.library is None or models.dtype != torch.float32 or models.device.type != "cpu":
+    if not native.takes(models):
         result = weights @ models
         return result if slopes is None else result.sub_(lr * slopes)
+    assert native.library is not None
     compute, result = native.library.coterie_mixture, models.new_empty(len(weights), models.shape[1])
     weights, models = weights.contiguous(), models.contiguous()
     slopes = None if slopes is None else slopes.contiguous()
@@ -66,9 +67,19 @@ def mixed(weights: Tensor, models: Tensor, slopes: Tensor | None = None, lr: flo
 
 def midpoints(models: Tensor, ends: Tensor) -> Tensor:
     """(x_i + x_j)/2 of pairs whose first ends i are the first half of `ends` [2 P], for both ends, [2 P, d]."""
-    result = models.index_select(0, ends)
-    first, second = result.chunk(2)
-    second.copy_(first.lerp_(second, 0.5))
+    if not native.takes(models):
+        first, second = models.index_select(0, ends).chunk(2)
+        return torch.lerp(first, second, 0.5).repeat(2, 1)
+    assert native.library is not None
+    models, ends, result = (
+        models.contiguous(),
+        ends.contiguous(),
+        models.new_empty(len(ends), models.shape[1]),
+    )
+    places = (ctypes.c_void_p(part.data_ptr()) for part in (result, models, ends))
+    sizes = (ctypes.c_int64(size) for size in (len(ends) // 2, *models.shape))
+    if native.library.coterie_midpoints(*places, *sizes):
+        raise IndexError(f"a pair has an end that is not one of {len(models)} models")
     return result
 
 

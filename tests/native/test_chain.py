@@ -17,7 +17,7 @@ from coterie.federation.build import from_rows
 from coterie.models import chain
 from coterie.models.network import Network
 from coterie.runtime import workers
-from coterie.theory.collaboration import mixed
+from coterie.theory.collaboration import midpoints, mixed
 
 pytestmark = pytest.mark.skipif(native.library is None, reason="the package was built without a C compiler")
 
@@ -31,7 +31,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     chosen = torch.backends.cpu.get_cpu_capability()
     if request.param > {"AVX2": 8, "AVX512": 16}.get(chosen, 4):
         pytest.skip(f"{chosen} has no vectors of {request.param} floats")
-    names = ("coterie_chain", "coterie_mixture")
+    names = ("coterie_chain", "coterie_mixture", "coterie_midpoints")
     versions = {name: getattr(library, f"{name}_{request.param}") for name in names}
     monkeypatch.setattr(native, "library", SimpleNamespace(**versions))
 
@@ -58,7 +58,7 @@ def check(
     model = models.network(module, loss=loss, stacked=True).fit_to(x.flatten(0, 1), y.flatten())
     weight = numbers(*y.shape, seed=2).abs()
     w = numbers(CLIENTS, model.d, seed=3) / 2 if make_w is None else make_w(model.d)
-    assert model._ways.written is not None and chain.computes(w)
+    assert model._ways.written is not None and native.takes(w)
     in_c, exact, rounded = (
         model.grad(w, x, y, weight),
         *(by_graph(model, dtype, w, x, y, weight) for dtype in (torch.float64, torch.float32)),
@@ -201,3 +201,14 @@ def test_mixtures_of_models(m: int, n: int, d: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(workers, "SHARED_PRODUCTS", 1)
     with workers.helped(2):
         assert torch.equal(mixed(weights, models, slopes, 0.3), whole), "depends on the number of threads"
+
+
+@pytest.mark.parametrize("d", [1, 16, 33, 200])
+def test_midpoints_of_pairs(d: int) -> None:
+    all_models, ends = numbers(5, d), torch.tensor([0, 2, 2, 4, 3, 1])
+    middle = (all_models[ends[:3]] + all_models[ends[3:]]) / 2
+    assert torch.equal(midpoints(all_models, ends), torch.cat([middle, middle]))
+    for wrong in (-1, 5):
+        ends[4] = wrong
+        with pytest.raises(IndexError):
+            midpoints(all_models, ends)
