@@ -5,6 +5,7 @@ can still script a function the loop runs in torch, without the lock; elsewhere 
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,6 +28,13 @@ class Layout(NamedTuple):
 def layout(start: Tensor, size: Tensor) -> Layout:
     offset, sizes = size.cumsum(0) - size, size.tolist()
     return Layout(start, offset, size, start.tolist(), sizes, sum(sizes))
+
+
+def cuts(sizes: Tensor, count: int) -> list[slice]:
+    """Parts of clients with sizes [k]: no more than so many, with about as many rows each."""
+    until = sizes.cumsum(0)
+    ends = torch.searchsorted(until, until[-1] * torch.arange(1, count + 1) // count).add_(1).tolist()
+    return [slice(*cut) for cut in itertools.pairwise(sorted({0, *ends}))]
 
 
 def score(tables: Tensor, rows: Tensor, layout: Layout) -> Tensor:

@@ -9,7 +9,6 @@ every step. In C a client's rows are still in the processor's cache when they ar
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
@@ -53,30 +52,6 @@ class Rates(NamedTuple):
     centre_share: float
 
 
-@dataclass(eq=False)
-class Stack:
-    """The clients `at` with `total` rows, and how they are shared out: a thread computes one of the parts.
-
-    `parts` are the numbers of the first clients of each, then that of all clients.
-    """
-
-    at: Tensor
-    total: int
-    parts: Tensor
-
-
-def stack(rows: Rows, at: Tensor | None, threads: int) -> Stack:
-    """The clients `at` (None: everybody) in as many parts as threads, or fewer, with about as many rows each."""
-    if at is None:
-        if ("stack", threads) not in rows.notes:
-            rows.notes["stack", threads] = stack(rows, torch.arange(len(rows)), threads)
-        return rows.notes["stack", threads]
-    until = rows.size.numpy()[at.numpy()].cumsum()  # small arrays: numpy calls take a third of torch's time
-    total = int(until[-1]) if len(until) else 0
-    ends = until.searchsorted([total * part // threads for part in range(1, threads)]) + 1
-    return Stack(at.contiguous(), total, torch.tensor(sorted({0, *ends.tolist(), len(until)})))
-
-
 class Minibatches(NamedTuple):
     """Minibatches of so many rows with these numbers, drawn with keys [k] or as rows and weights [k, steps, B]."""
 
@@ -89,14 +64,18 @@ class Minibatches(NamedTuple):
 def descend(
     model: Glm,
     rows: Rows,
-    clients: Stack,
+    at: Tensor | None,
     w: Tensor,
     minibatches: Minibatches,
     lr: float,
     pull: float = 0.0,
     towards: Tensor | None = None,
+    threads: int = 1,
 ) -> Unwritten:
-    """`w` [k, d] of all clients after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch."""
+    """`w` [k, d] of the clients `at` (None: all) after a step w <- w - lr (grad(w) + pull (w - towards)) per minibatch.
+
+    Threads take parts of the clients with about as many rows each.
+    """
     shape = (model.outputs, model.columns)
     tables, centres = w.unflatten(-1, shape), None
     if towards is not None and pull:
@@ -107,7 +86,7 @@ def descend(
         share, centre_share = share * keeps, centre_share * keeps + pulled
     rates = Rates(lr, keeps, pulled, share, centre_share)
     kind = Compiled if compiles(model, rows, tables, centres) else Plain
-    descents = kind(model, rows, clients, tables, centres, minibatches, rates)
+    descents = kind(model, rows, at, tables, centres, minibatches, rates, min(threads, len(w)))
     return Unwritten(tables, share, centres, centre_share, descents, rows)
 
 
@@ -116,7 +95,7 @@ def compiles(model: Model, rows: Rows, *tables: Tensor | None) -> bool:
     single = all(part.dtype == torch.float32 for part in (rows.x, *tables) if part is not None)
     labels = rows.y.dtype == torch.int64 or (rows.y.dtype == torch.float32 and not isinstance(model, Softmax))
     arrays = (rows.x, rows.y, rows.start, rows.size)
-    whole = all(part.is_contiguous() for part in arrays) and rows.x.shape[1] >= native.LANES
+    whole = all(part.is_contiguous() for part in arrays) and rows.x.shape[1] >= native.FEWEST_COLUMNS
     return native.available and type(model) in LOSSES and single and labels and whole
 
 
@@ -126,15 +105,16 @@ class Descent:
 
     model: Glm
     rows: Rows
-    clients: Stack
+    at: Tensor | None
     tables: Tensor
     centres: Tensor | None
     minibatches: Minibatches
     rates: Rates
+    threads: int
 
     @property
     def sizes(self) -> Tensor:
-        return self.rows.size[self.clients.at]
+        return self.rows.size if self.at is None else self.rows.size[self.at]
 
 
 class Plain(Descent):
@@ -142,8 +122,9 @@ class Plain(Descent):
 
     def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
         self._drawn = self.minibatches.drawn()
-        cuts = [slice(*cut) for cut in itertools.pairwise(self.clients.parts.tolist())]
-        sums = side_by_side(lambda cut: self._part(cut, weights, models), cuts)
+        sums = side_by_side(
+            lambda cut: self._part(cut, weights, models), ragged.cuts(self.sizes, self.threads)
+        )
         return None if weights is None else torch.stack([part for part in sums if part is not None]).sum(0)
 
     @functools.cached_property
@@ -156,7 +137,8 @@ class Plain(Descent):
         return torch.stack([witness for _, _, witness in self._taken.values()]).sum()
 
     def _part(self, k: slice, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
-        tables, x, at = self.tables[k], self.rows.x, self.clients.at[k]
+        tables, x = self.tables[k], self.rows.x
+        at = torch.arange(len(self.rows))[k] if self.at is None else self.at[k]
         centres = None if self.centres is None else self.centres[k]
         if k.start not in self._taken:
             layout = ragged.layout(self.rows.start[at], self.rows.size[at])
@@ -181,22 +163,25 @@ class Compiled(Descent):
     @functools.cached_property
     def work(self) -> native.Work:
         """All but what is asked for; the tensors that it points to are those of this object."""
-        model, rows, own, numbers = self.model, self.rows, self.clients, self.minibatches.numbers
-        kernels = rows.kernels(own.at)
+        model, rows, numbers = self.model, self.rows, self.minibatches.numbers
+        kernels, clients = rows.kernels(self.at), len(self.tables)
+        self.at = None if self.at is None else self.at.contiguous()
         self.tables, self.centres = (
             _dense(self.tables),
             None if self.centres is None else _dense(self.centres),
         )
         self.keys = self.minibatches.keys().contiguous()
-        self.shares = torch.empty(model.outputs * own.total)
-        self.witnesses = torch.empty(len(own.parts) - 1)
-        held = (own.parts, own.at, rows.start, rows.size, rows.x, rows.y, kernels, self.tables)
-        centres = (None, 0) if self.centres is None else (self.centres.data_ptr(), self.centres.stride(0))
+        self.shares = torch.empty(
+            model.outputs * (len(rows.x) if self.at is None else clients * rows.largest)
+        )
+        self.witnesses = torch.empty(self.threads)
+        held = (self.at, rows.start, rows.size, rows.x, rows.y, kernels, self.tables, self.centres)
+        between = 0 if self.centres is None else self.centres.stride(0)
         return native.Work(
-            len(own.at), len(rows), model.outputs, model.columns, rows.largest, kernels.shape[1],
+            self.threads, clients, len(rows), model.outputs, model.columns, rows.largest, kernels.shape[1],
             len(numbers), self.minibatches.batch,
             LOSSES[type(model)], rows.y.dtype == torch.int64, model.reduction == "sum",
-            *(tensor.data_ptr() for tensor in held), centres[0], self.tables.stride(0), centres[1],
+            *map(_address, held), self.tables.stride(0), between,
             self.keys.data_ptr(), numbers.start, numbers.step, *self.rates, self.shares.data_ptr(),
             witness=self.witnesses.data_ptr(),
         )  # fmt: skip
@@ -206,17 +191,21 @@ class Compiled(Descent):
         return self.witnesses.sum()
 
     def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
-        work, parts = self.work, len(self.clients.parts) - 1
-        totals = None if weights is None else torch.zeros((parts, *self.tables.shape[1:]))
+        work = self.work
+        totals = None if weights is None else torch.zeros((self.threads, *self.tables.shape[1:]))
         asked = (None if weights is None else weights.contiguous(), totals, models)
-        work.weights, work.totals, work.models = (None if part is None else part.data_ptr() for part in asked)
-        side_by_side(lambda part: native.run(work, part), range(parts))
+        work.weights, work.totals, work.models = map(_address, asked)
+        native.run(work)
         work.keys = None
         if totals is None:
             return None
-        for part in range(1, parts):
+        for part in range(1, self.threads):
             totals[0] += totals[part]
         return totals[0]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _dense(tables: Tensor) -> Tensor:

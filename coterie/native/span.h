@@ -168,6 +168,8 @@ typedef struct {
     int fresh; /* whether no table is packed yet */
 } room;
 
+INLINE int64_t which(const span_work *s, int64_t k) { return s->at ? s->at[k] : k; }
+
 INLINE void witness(room *m, const float *values, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) m->witness += load(values + i);
 }
@@ -193,7 +195,7 @@ static int64_t draw(uint64_t key, int64_t size, int64_t batch, int64_t *rows) {
 
 /* The steps of client k, and `shares` [outputs, size] of its rows in what they change. */
 static int64_t descend(const span_work *s, room *m, int64_t k, float *shares) {
-    int64_t who = s->at[k], outputs = s->outputs, size = s->size[who], first = s->start[who], wide = rounded(size);
+    int64_t who = which(s, k), outputs = s->outputs, size = s->size[who], first = s->start[who], wide = rounded(size);
     int64_t length = rounded(size < s->batch ? size : s->batch);
     const float *kernel = s->kernels + who * s->largest * s->width;
     sum_of_rows moves = {m->rows, 0, wide, m->slopes, length, outputs, m->now, 0};
@@ -238,8 +240,8 @@ static int64_t descend(const span_work *s, room *m, int64_t k, float *shares) {
 
 /* What is asked of client k, for the sum of its part. */
 static int64_t compute(const span_work *s, room *m, int64_t k, float *shares, float *total) {
-    int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, first = s->start[s->at[k]];
-    int64_t size = s->size[s->at[k]], wide = rounded(size);
+    int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, who = which(s, k);
+    int64_t first = s->start[who], size = s->size[who], wide = rounded(size);
     const float *x = s->x + first * columns, *table = s->tables + k * s->table_step;
     const float *centre = s->centres ? s->centres + k * s->centre_step : NULL;
     if (s->keys) {
@@ -257,7 +259,7 @@ static int64_t compute(const span_work *s, room *m, int64_t k, float *shares, fl
     }
     for (int64_t r = 0; r < size; r++) m->rows[r] = x + r * columns;
     sum_of_rows sum = {m->rows, size, columns, shares, size, outputs, NULL, 0};
-    if (k + 1 < s->clients) sum.ahead = (s->start[s->at[k + 1]] - first) * columns;
+    if (k + 1 < s->clients) sum.ahead = (s->start[which(s, k + 1)] - first) * columns;
     if (s->models) {
         sum.to = s->models + k * d;
         for (int64_t i = 0; i < d; i++) sum.to[i] = s->share * table[i];
@@ -284,12 +286,18 @@ int64_t SPAN(const span_work *s, int part) {
     m.middle = m.now + s->outputs * wide;
     m.shares = m.middle + s->outputs * wide;
     m.slopes = m.shares + s->outputs * wide;
-    for (int64_t k = 0; k < s->clients; k++)
-        if (s->at[k] < 0 || s->at[k] >= s->everybody || s->size[s->at[k]] > s->largest) problem = OUT_OF_RANGE;
-    int64_t first = s->cuts[part], last = s->cuts[part + 1];
-    float *shares = s->shares, *total = s->totals ? s->totals + part * s->outputs * s->columns : NULL;
-    for (int64_t k = 0; k < last && !problem; shares += s->outputs * s->size[s->at[k++]])
-        if (k >= first) problem = compute(s, &m, k, shares, total);
+    int64_t rows = 0, before = 0;
+    for (int64_t k = 0; k < s->clients && !problem; k++) {
+        int64_t who = which(s, k);
+        if (who < 0 || who >= s->everybody || s->size[who] < 0 || s->size[who] > s->largest) problem = OUT_OF_RANGE;
+        else rows += s->size[who];
+    }
+    for (int64_t k = 0; k < s->clients && !problem; k++) {
+        int64_t size = s->size[which(s, k)], middle = 2 * before + size; /* of its rows, twice */
+        if (middle * s->parts >= 2 * rows * part && middle * s->parts < 2 * rows * (part + 1))
+            problem = compute(s, &m, k, s->shares + s->outputs * before, s->totals + part * s->outputs * s->columns);
+        before += size;
+    }
     if (s->keys) s->witness[part] = sums((lanes[TALL]){m.witness})[0];
     free(memory);
     free(m.rows);

@@ -6,11 +6,12 @@ import ctypes
 
 from coterie.native import library
 
-LANES = 16  # fewest columns
+FEWEST_COLUMNS = 16
+lanes = 0  # floats in a vector; 0: as many as this processor has
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 
-_numbers = "clients everybody outputs columns largest width steps batch loss integers summed"
-_rows = "cuts at start size x y kernels tables centres"
+_numbers = "parts clients everybody outputs columns largest width steps batch loss integers summed"
+_rows = "at start size x y kernels tables centres"
 
 
 class Work(ctypes.Structure):
@@ -27,13 +28,13 @@ class Work(ctypes.Structure):
     )
 
 
-available = library is not None and hasattr(library, "coterie_span") and bool(library.coterie_span_suits())
+available = library is not None and hasattr(library, "coterie_span") and bool(library.coterie_span_suits(0))
 
 
-def run(work: Work, part: int) -> None:
-    """Compute what the work asks for of one part, without Python's lock."""
+def run(work: Work) -> None:
+    """Compute what the work asks for, a thread for each part, without Python's lock."""
     assert library is not None
-    problem = library.coterie_span(ctypes.byref(work), part)
+    problem = library.coterie_span(ctypes.byref(work), lanes)
     if problem == NO_MEMORY:
         raise MemoryError("no memory for the scores of a client")
     if problem == OUT_OF_RANGE:

@@ -1,4 +1,4 @@
-/* What coterie/native/span.py asks for: the descents of some clients, k = 0, 1, ..., in parts. */
+/* What coterie/native/span.py asks for: the descents of some clients, k = 0, 1, ..., in parts with about as many rows each. */
 #ifndef COTERIE_SPAN_WORK_H
 #define COTERIE_SPAN_WORK_H
 
@@ -8,10 +8,9 @@ enum loss { SOFTMAX, LOGISTIC, LINEAR };
 enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
 
 typedef struct {
-    int64_t clients, everybody, outputs, columns, largest, width, steps, batch;
+    int64_t parts, clients, everybody, outputs, columns, largest, width, steps, batch;
     int64_t loss, integers, summed;   /* whether labels are integers, and losses of rows summed */
-    const int64_t *cuts;              /* [parts + 1]: part p has the clients from cuts[p] to before cuts[p + 1] */
-    const int64_t *at;                /* [clients]: which of everybody each is */
+    const int64_t *at;                /* [clients]: which of everybody each is; NULL: they are everybody */
     const int64_t *start, *size;      /* [everybody]: where the rows of each are */
     const float *x;                   /* [rows, columns] */
     const void *y;                    /* [rows], int64_t or float */

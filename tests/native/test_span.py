@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,15 +36,13 @@ MODELS = {
 pytestmark = pytest.mark.skipif(not native.available, reason="the package was installed without a C compiler")
 
 
-@pytest.fixture(params=[8, 16])
+@pytest.fixture(params=[4] if platform.machine() in ("aarch64", "arm64") else [8, 16])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version for vectors so wide, where this processor has it."""
-    chosen = torch.backends.cpu.get_cpu_capability()
-    if request.param > {"AVX512": 16, "AVX2": 8}.get(chosen, 0):
-        pytest.skip(f"{chosen} has no vectors of {request.param} floats")
-    monkeypatch.setattr(
-        native, "library", SimpleNamespace(coterie_span=getattr(library, f"coterie_span_{request.param}"))
-    )
+    assert library is not None
+    if not library.coterie_span_suits(request.param):
+        pytest.skip(f"this processor has no vectors of {request.param} floats")
+    monkeypatch.setattr(native, "lanes", request.param)
 
 
 def problem(model: Model, columns: int, seed: int = 0) -> tuple[Any, Rows]:
@@ -58,15 +56,22 @@ def problem(model: Model, columns: int, seed: int = 0) -> tuple[Any, Rows]:
 
 
 def descents(
-    model: Any, rows: Rows, at: list[int], own: bool, pull: float, batch: int = 9, steps: int = 4
+    model: Any,
+    rows: Rows,
+    at: list[int],
+    own: bool,
+    pull: float,
+    batch: int = 9,
+    steps: int = 4,
+    threads: int = 2,
 ) -> Unwritten:
     draw = torch.Generator().manual_seed(1)
     who = torch.tensor(at)
     w = torch.randn(len(at) if own else 1, model.d, generator=draw) / 4
     centre = torch.randn(1, model.d, generator=draw)
-    clients, drawn = span.stack(rows, who, 2), minibatches(model, rows, who, steps, batch)
+    drawn = minibatches(model, rows, who, steps, batch)
     towards = centre.expand(len(at), -1) if pull else None
-    return span.descend(model, rows, clients, w.expand(len(at), -1), drawn, 0.1, pull, towards)
+    return span.descend(model, rows, who, w.expand(len(at), -1), drawn, 0.1, pull, towards, threads)
 
 
 def minibatches(model: Any, rows: Rows, who: Tensor, steps: int, batch: int) -> span.Minibatches:
@@ -158,11 +163,11 @@ def test_models_that_are_looked_at_are_not_taken_for_a_mean() -> None:
 @pytest.mark.usefixtures("lanes")
 def test_bad_numbers_are_noticed(bad: float, where: str) -> None:
     model, rows = problem(models.linear() if where == "y" else models.softmax(classes=7), 49)
-    clients, k = span.stack(rows, None, 1), len(SIZES)
+    k = len(SIZES)
     w, centre = torch.zeros(k, model.d), torch.zeros(k, model.d)
     drawn = minibatches(model, rows, torch.arange(k), 4, 40)
     {"x": rows.x[40], "w": w[1], "centre": centre[1], "y": rows.y}[where][-1] = bad
-    found = span.descend(model, rows, clients, w, drawn, 0.1, 0.5, centre)
+    found = span.descend(model, rows, None, w, drawn, 0.1, 0.5, centre)
     assert isinstance(found.descents, span.Compiled) and not bool(torch.isfinite(found.sum()))
 
 
@@ -172,15 +177,14 @@ def test_what_is_out_of_range_is_refused(wrong: str) -> None:
     model, rows = problem(models.softmax(classes=7), 50)
     who = torch.tensor([1, 5])
     drawn = minibatches(model, rows, who, 4, 9)
-    clients, w = span.stack(rows, who, 1), torch.zeros(2, model.d)
     if wrong == "label":
         rows.y[drawn.drawn()[0][1, 2, 3]] = 7
     else:
-        clients.at = torch.tensor([1, 6])
+        who[1] = 6
         rows.kernels(None)
         rows._kernels[0] = (rows._kernels[0][0], None)
     with pytest.raises(IndexError, match="out of range"):
-        span.descend(model, rows, clients, w, drawn, 0.1).sum()
+        span.descend(model, rows, who, torch.zeros(2, model.d), drawn, 0.1).sum()
 
 
 def test_other_numbers_are_left_to_torch() -> None:
