@@ -44,7 +44,7 @@ class Rows:
     largest: int = field(init=False)
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
-    _kernels: list[tuple[Tensor, Tensor | None]] = field(init=False, repr=False)
+    _kernels: list[tuple[Tensor, Tensor]] = field(init=False, repr=False)
     notes: dict[Any, Any] = field(init=False, repr=False)
     """What those who compute with these rows again and again remember."""
 
@@ -124,9 +124,21 @@ class Rows:
             yield from self._groups(None)
 
     def kernels(self, at: Tensor | None) -> Tensor:
-        """Inner products of the rows of each client, [n * largest, width], for the clients `at` and some others.
+        """Inner products of the rows of each client, [n * largest, width], for the clients `at` and some others."""
+        products, made = self.inner_products()
+        here = made if at is None else made[at]
+        if not here.all():
+            everyone = torch.arange(len(self)) if at is None else at
+            for client in everyone[~here].tolist():
+                x, first = self.of(client)[0], client * self.largest
+                torch.mm(x, x.mT, out=products[first : first + len(x), : len(x)])
+            made[everyone] = True
+        return products
 
-        They are made when a client is first asked for and kept; `width` is `largest`, rounded up to whole vectors.
+    def inner_products(self) -> tuple[Tensor, Tensor]:
+        """What `kernels` has made so far, and of whom [n]: they are made when a client is first asked for and kept.
+
+        `width` is `largest`, rounded up to whole vectors; the rest of a row is zero.
         """
         if not self._kernels:
             with _making:
@@ -134,18 +146,7 @@ class Rows:
                     width = -(-self.largest // VECTOR) * VECTOR
                     products = torch.zeros(len(self) * self.largest, width, dtype=self.x.dtype)
                     self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
-        products, made = self._kernels[0]
-        if made is not None:
-            here = made if at is None else made[at]
-            if not here.all():
-                everyone = torch.arange(len(self)) if at is None else at
-                for client in everyone[~here].tolist():
-                    x, first = self.of(client)[0], client * self.largest
-                    torch.mm(x, x.mT, out=products[first : first + len(x), : len(x)])
-                made[everyone] = True
-            elif made.all():
-                self._kernels[0] = products, None
-        return products
+        return self._kernels[0]
 
     @property
     def dtype(self) -> torch.dtype:

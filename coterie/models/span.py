@@ -27,6 +27,7 @@ from coterie.native import span as native
 from coterie.runtime.workers import side_by_side
 
 FEWEST_PRODUCTS = 1 << 17  # rows times parameters of a client, below which calls cost more than arithmetic
+THREAD_PRODUCTS = 1 << 21  # the same of all clients of a part, below which it is not worth a thread in C
 LOSSES: dict[type[Model], int] = {Softmax: 0, Logistic: 1, Linear: 2}  # as in C
 
 
@@ -85,8 +86,12 @@ def descend(
     for _ in minibatches.numbers:
         share, centre_share = share * keeps, centre_share * keeps + pulled
     rates = Rates(lr, keeps, pulled, share, centre_share)
-    kind = Compiled if compiles(model, rows, tables, centres) else Plain
-    descents = kind(model, rows, at, tables, centres, minibatches, rates, min(threads, len(w)))
+    work = (model, rows, at, tables, centres, minibatches, rates)
+    if compiles(model, rows, tables, centres):
+        enough = len(w) * len(rows.x) * model.d // (len(rows) * THREAD_PRODUCTS)
+        descents: Compiled | Plain = Compiled(*work, max(1, min(threads, len(w), enough)))
+    else:
+        descents = Plain(*work, threads)
     return Unwritten(tables, share, centres, centre_share, descents, rows)
 
 
@@ -164,7 +169,7 @@ class Compiled(Descent):
     def work(self) -> native.Work:
         """All but what is asked for; the tensors that it points to are those of this object."""
         model, rows, numbers = self.model, self.rows, self.minibatches.numbers
-        kernels, clients = rows.kernels(self.at), len(self.tables)
+        (kernels, made), clients = rows.inner_products(), len(self.tables)
         self.at = None if self.at is None else self.at.contiguous()
         self.tables, self.centres = (
             _dense(self.tables),
@@ -175,7 +180,7 @@ class Compiled(Descent):
             model.outputs * (len(rows.x) if self.at is None else clients * rows.largest)
         )
         self.witnesses = torch.empty(self.threads)
-        held = (self.at, rows.start, rows.size, rows.x, rows.y, kernels, self.tables, self.centres)
+        held = (self.at, rows.start, rows.size, rows.x, rows.y, kernels, made, self.tables, self.centres)
         between = 0 if self.centres is None else self.centres.stride(0)
         return native.Work(
             self.threads, clients, len(rows), model.outputs, model.columns, rows.largest, kernels.shape[1],

@@ -159,6 +159,16 @@ static void predict(int64_t loss, int64_t outputs, float *scores, int64_t length
     }
 }
 
+/* kernel [rows, width] = inner products of rows [rows, columns]; returns whether there was memory for it. */
+static int multiply(const float *x, int64_t rows, int64_t columns, float *kernel, int64_t width) {
+    float *packed = aligned_alloc(sizeof(lanes), (rows * rounded(columns) + LANES) * sizeof *packed);
+    if (!packed) return 0;
+    pack(x, rows, columns, packed);
+    score(x, rows, columns, packed, rows, kernel, width);
+    free(packed);
+    return 1;
+}
+
 /* Memory for one client after the other. */
 typedef struct {
     float *packed, *now, *middle, *slopes, *shares; /* scores at the model and at its centre; slopes of a minibatch */
@@ -245,6 +255,10 @@ static int64_t compute(const span_work *s, room *m, int64_t k, float *shares, fl
     const float *x = s->x + first * columns, *table = s->tables + k * s->table_step;
     const float *centre = s->centres ? s->centres + k * s->centre_step : NULL;
     if (s->keys) {
+        if (!__atomic_load_n(s->made + who, __ATOMIC_ACQUIRE)) {
+            if (!multiply(x, size, columns, s->kernels + who * s->largest * s->width, s->width)) return NO_MEMORY;
+            __atomic_store_n(s->made + who, 1, __ATOMIC_RELEASE);
+        }
         if (m->fresh || s->table_step || centre) pack(table, outputs, columns, m->packed);
         m->fresh = 0;
         score(x, size, columns, m->packed, outputs, m->now, wide);

@@ -11,7 +11,7 @@ lanes = 0  # floats in a vector; 0: as many as this processor has
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 
 _numbers = "parts clients everybody outputs columns largest width steps batch loss integers summed"
-_rows = "at start size x y kernels tables centres"
+_rows = "at start size x y kernels made tables centres"
 
 
 class Work(ctypes.Structure):

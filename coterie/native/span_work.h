@@ -14,7 +14,8 @@ typedef struct {
     const int64_t *start, *size;      /* [everybody]: where the rows of each are */
     const float *x;                   /* [rows, columns] */
     const void *y;                    /* [rows], int64_t or float */
-    const float *kernels;             /* [everybody, largest, width]: inner products of the rows of a client */
+    float *kernels;                   /* [everybody, largest, width]: inner products of the rows of a client */
+    uint8_t *made;                    /* [everybody]: whether they are there; otherwise they are made */
     const float *tables, *centres;    /* [outputs, columns], for each client so many floats on; no centres: NULL */
     int64_t table_step, centre_step;
     const int64_t *keys;       /* [clients], of draws; NULL: `shares` are there already */

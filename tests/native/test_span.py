@@ -45,6 +45,12 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(native, "lanes", request.param)
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is worth a thread."""
+    monkeypatch.setattr(span, "THREAD_PRODUCTS", 1)
+
+
 def problem(model: Model, columns: int, seed: int = 0) -> tuple[Any, Rows]:
     draw = torch.Generator().manual_seed(seed)
     size = torch.tensor(SIZES)
@@ -181,8 +187,6 @@ def test_what_is_out_of_range_is_refused(wrong: str) -> None:
         rows.y[drawn.drawn()[0][1, 2, 3]] = 7
     else:
         who[1] = 6
-        rows.kernels(None)
-        rows._kernels[0] = (rows._kernels[0][0], None)
     with pytest.raises(IndexError, match="out of range"):
         span.descend(model, rows, who, torch.zeros(2, model.d), drawn, 0.1).sum()
 
@@ -198,6 +202,27 @@ def test_other_numbers_are_left_to_torch() -> None:
     floats = Rows(rows.x, rows.y.float(), rows.start, rows.size)
     assert not span.compiles(model, floats, table)
     assert span.compiles(models.linear().fit_to(rows.x, floats.y), floats, table)
+
+
+@pytest.mark.usefixtures("lanes")
+def test_inner_products_are_those_of_torch() -> None:
+    (model, rows), (_, again) = problem(models.linear(), 45), problem(models.linear(), 45)
+    descents(model, rows, [5, 1, 1, 2], False, 0.0).sum()
+    found, made = rows.inner_products()
+    assert made.nonzero().flatten().tolist() == [1, 2, 5]
+    torch.testing.assert_close(found, again.kernels(torch.tensor([1, 2, 5])), rtol=1e-5, atol=1e-5)
+    descents(model, rows, [0, 1, 2, 3, 4, 5], False, 0.0).sum()
+    torch.testing.assert_close(found, again.kernels(None), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 50])
+def test_any_number_of_threads(threads: int) -> None:
+    model, rows = problem(models.softmax(classes=7), 50)
+    everybody, weights = list(range(6)), torch.ones(6, 1)
+    alone = descents(model, rows, everybody, True, 0.3, threads=1)
+    found = descents(model, rows, everybody, True, 0.3, threads=threads)
+    close(found.mean(weights), alone.mean(weights))
+    assert torch.equal(found.tensor, alone.tensor), "a model is computed by one thread"
 
 
 def trained(name: str, **options: Any) -> Tensor:
