@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from coterie.runtime.processors import Elsewhere
+
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
@@ -51,37 +53,59 @@ def _alone() -> None:
 
 
 class Helper:
-    """A thread that computes one thing at a time for the thread that made it, woken in half the time of a pool."""
+    """A thread that computes one thing at a time for the thread that made it, woken in half the time of a pool.
+
+    What it has not begun when its answer is needed is computed by who asks: on a busy machine it may come late.
+    """
 
     def __init__(self) -> None:
-        self._asked, self._done = threading.Lock(), threading.Lock()
+        self._asked, self._free, self._done = threading.Lock(), threading.Lock(), threading.Lock()
         self._task: list[Any] = []  # function and work, later result and problem
-        self._asked.acquire()
+        for lock in (self._asked, self._free, self._done):
+            lock.acquire()
+        before, parts = torch.get_num_threads(), (self._asked, self._free, self._done, self._task)
+        thread = threading.Thread(target=_help, args=parts, name="helper", daemon=True)
+        thread.start()
         self._done.acquire()
-        before, parts = torch.get_num_threads(), (self._asked, self._done, self._task)
-        threading.Thread(target=_help, args=parts, name="helper", daemon=True).start()
-        self._done.acquire()
+        self._elsewhere = Elsewhere(thread)
         torch.set_num_threads(before)
 
     def ask(self, function: Callable[[Any], Any], work: Any) -> None:
         self._task[:] = [function, work]
-        self._asked.release()
+        self._elsewhere.hold()
+        self._open(self._free)
+        self._open(self._asked)
 
     def answer(self) -> list[Any]:
         """What was asked for and None, or None and what was raised."""
-        self._done.acquire()
+        if self._free.acquire(blocking=False):
+            return _tried(*self._task)
+        if not self._done.acquire(blocking=False):
+            self._elsewhere.release()
+            self._done.acquire()
         return self._task.copy()
+
+    @staticmethod
+    def _open(lock: threading.Lock) -> None:
+        """It may be open still: the thread need not have noticed that it was asked before."""
+        if lock.locked():
+            lock.release()
 
     def __del__(self) -> None:
         self._task.clear()
-        self._asked.release()
+        self._open(self._free)
+        self._open(self._asked)
 
 
-def _help(asked: threading.Lock, done: threading.Lock, task: list[Any]) -> None:
-    """What the thread of a helper does until it is asked for nothing."""
+def _help(asked: threading.Lock, free: threading.Lock, done: threading.Lock, task: list[Any]) -> None:
+    """What the thread of a helper does until it is asked for nothing: what is `free` is taken by it or by who asked."""
     _alone()
     done.release()
-    while asked.acquire() and task:
+    while asked.acquire():
+        if not free.acquire(blocking=False):
+            continue
+        if not task:
+            return
         task[:] = _tried(*task)
         done.release()
 

@@ -97,7 +97,13 @@ def test_a_forked_process_makes_workers_of_its_own() -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_helpers_are_alone_in_their_operations_and_answer_in_order() -> None:
-    assert side_by_side(lambda work: (work, torch.get_num_threads()), [1, 2, 3]) == [(1, 2), (2, 1), (3, 1)]
+    together = threading.Barrier(3)  # nobody waits for a helper that has not begun
+
+    def look(work: int) -> tuple[int, int]:
+        together.wait()
+        return work, torch.get_num_threads()
+
+    assert side_by_side(look, [1, 2, 3]) == [(1, 2), (2, 1), (3, 1)]
     assert torch.get_num_threads() == 2
 
 
@@ -165,3 +171,35 @@ def test_memory_that_was_freed_is_used_again() -> None:
 
     use()
     assert min(use() for _ in range(5)) < 100
+
+
+def test_what_a_helper_has_not_begun_is_computed_by_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper, me = threads.Helper(), threading.get_ident()
+
+    def answer(pause: float = 0.0) -> int:
+        helper.ask(lambda _: threading.get_ident(), None)
+        time.sleep(pause)
+        thread, problem = helper.answer()
+        assert problem is None
+        return thread
+
+    assert answer(0.2) != me
+    with monkeypatch.context() as late:
+        late.setattr(helper, "_open", lambda lock: lock is helper._free and lock.release())
+        assert answer(0.05) == answer(0.05) == me
+    assert answer(0.2) != me
+    assert {answer() for _ in range(2000)} <= {me, answer(0.2)}
+
+
+def test_a_helper_is_woken_elsewhere() -> None:
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one processor, or no way to choose one")
+    helper, allowed = threads.Helper(), os.sched_getaffinity(0)
+    here = next(iter(allowed))
+    os.sched_setaffinity(0, {here})
+    try:
+        helper.ask(lambda _: os.sched_getaffinity(0), None)
+        time.sleep(0.2)
+        assert helper.answer() == [allowed - {here}, None]
+    finally:
+        os.sched_setaffinity(0, allowed)
