@@ -99,9 +99,10 @@ def compiles(model: Model, rows: Rows, *tables: Tensor | None) -> bool:
     """Whether C computes descents on these rows, from these tables."""
     single = all(part.dtype == torch.float32 for part in (rows.x, *tables) if part is not None)
     labels = rows.y.dtype == torch.int64 or (rows.y.dtype == torch.float32 and not isinstance(model, Softmax))
+    places = rows.start.dtype == rows.size.dtype == torch.int64
     arrays = (rows.x, rows.y, rows.start, rows.size)
     whole = all(part.is_contiguous() for part in arrays) and rows.x.shape[1] >= native.FEWEST_COLUMNS
-    return native.available and type(model) in LOSSES and single and labels and whole
+    return native.available and type(model) in LOSSES and single and labels and places and whole
 
 
 @dataclass(eq=False)
@@ -171,20 +172,17 @@ class Compiled(Descent):
         model, rows, numbers = self.model, self.rows, self.minibatches.numbers
         (kernels, made), clients = rows.inner_products(), len(self.tables)
         self.at = None if self.at is None else self.at.contiguous()
-        self.tables, self.centres = (
-            _dense(self.tables),
-            None if self.centres is None else _dense(self.centres),
-        )
+        self.tables = _dense(self.tables)
+        self.centres = None if self.centres is None else _dense(self.centres)
         self.keys = self.minibatches.keys().contiguous()
-        self.shares = torch.empty(
-            model.outputs * (len(rows.x) if self.at is None else clients * rows.largest)
-        )
+        most = len(rows.x) if self.at is None else clients * rows.largest
+        self.shares = torch.empty(model.outputs * most)
         self.witnesses = torch.empty(self.threads)
         held = (self.at, rows.start, rows.size, rows.x, rows.y, kernels, made, self.tables, self.centres)
         between = 0 if self.centres is None else self.centres.stride(0)
         return native.Work(
-            self.threads, clients, len(rows), model.outputs, model.columns, rows.largest, kernels.shape[1],
-            len(numbers), self.minibatches.batch,
+            self.threads, clients, len(rows), len(rows.x), model.outputs, model.columns,
+            rows.largest, kernels.shape[1], len(numbers), self.minibatches.batch,
             LOSSES[type(model)], rows.y.dtype == torch.int64, model.reduction == "sum",
             *map(_address, held), self.tables.stride(0), between,
             self.keys.data_ptr(), numbers.start, numbers.step, *self.rates, self.shares.data_ptr(),
@@ -198,7 +196,7 @@ class Compiled(Descent):
     def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
         work = self.work
         totals = None if weights is None else torch.zeros((self.threads, *self.tables.shape[1:]))
-        asked = (None if weights is None else weights.contiguous(), totals, models)
+        asked = (None if weights is None else weights.float().contiguous(), totals, models)
         work.weights, work.totals, work.models = map(_address, asked)
         native.run(work)
         work.keys = None

@@ -180,6 +180,13 @@ typedef struct {
 
 INLINE int64_t which(const span_work *s, int64_t k) { return s->at ? s->at[k] : k; }
 
+/* Whether there is such a client, and its rows. */
+INLINE int there(const span_work *s, int64_t who) {
+    if (who < 0 || who >= s->everybody) return 0;
+    int64_t first = s->start[who], size = s->size[who];
+    return first >= 0 && size >= 0 && size <= s->largest && first <= s->rows - size;
+}
+
 INLINE void witness(room *m, const float *values, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) m->witness += load(values + i);
 }
@@ -302,9 +309,8 @@ int64_t SPAN(const span_work *s, int part) {
     m.slopes = m.shares + s->outputs * wide;
     int64_t rows = 0, before = 0;
     for (int64_t k = 0; k < s->clients && !problem; k++) {
-        int64_t who = which(s, k);
-        if (who < 0 || who >= s->everybody || s->size[who] < 0 || s->size[who] > s->largest) problem = OUT_OF_RANGE;
-        else rows += s->size[who];
+        if (!there(s, which(s, k))) problem = OUT_OF_RANGE;
+        else rows += s->size[which(s, k)];
     }
     for (int64_t k = 0; k < s->clients && !problem; k++) {
         int64_t size = s->size[which(s, k)], middle = 2 * before + size; /* of its rows, twice */

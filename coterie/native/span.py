@@ -10,7 +10,7 @@ FEWEST_COLUMNS = 16
 lanes = 0  # floats in a vector; 0: as many as this processor has
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 
-_numbers = "parts clients everybody outputs columns largest width steps batch loss integers summed"
+_numbers = "parts clients everybody rows outputs columns largest width steps batch loss integers summed"
 _rows = "at start size x y kernels made tables centres"
 
 
@@ -28,7 +28,14 @@ class Work(ctypes.Structure):
     )
 
 
-available = library is not None and hasattr(library, "coterie_span") and bool(library.coterie_span_suits(0))
+def _suits() -> bool:
+    """Whether the library is there, of the same time as this file, and has a version for this processor."""
+    if library is None or not hasattr(library, "coterie_span_work_size"):
+        return False
+    return library.coterie_span_work_size() == ctypes.sizeof(Work) and bool(library.coterie_span_suits(0))
+
+
+available = _suits()
 
 
 def run(work: Work) -> None:

@@ -8,7 +8,7 @@ enum loss { SOFTMAX, LOGISTIC, LINEAR };
 enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
 
 typedef struct {
-    int64_t parts, clients, everybody, outputs, columns, largest, width, steps, batch;
+    int64_t parts, clients, everybody, rows, outputs, columns, largest, width, steps, batch;
     int64_t loss, integers, summed;   /* whether labels are integers, and losses of rows summed */
     const int64_t *at;                /* [clients]: which of everybody each is; NULL: they are everybody */
     const int64_t *start, *size;      /* [everybody]: where the rows of each are */

@@ -177,7 +177,7 @@ def test_bad_numbers_are_noticed(bad: float, where: str) -> None:
     assert isinstance(found.descents, span.Compiled) and not bool(torch.isfinite(found.sum()))
 
 
-@pytest.mark.parametrize("wrong", ["label", "client"])
+@pytest.mark.parametrize("wrong", ["label", "client", "start", "size"])
 @pytest.mark.usefixtures("lanes")
 def test_what_is_out_of_range_is_refused(wrong: str) -> None:
     model, rows = problem(models.softmax(classes=7), 50)
@@ -185,8 +185,10 @@ def test_what_is_out_of_range_is_refused(wrong: str) -> None:
     drawn = minibatches(model, rows, who, 4, 9)
     if wrong == "label":
         rows.y[drawn.drawn()[0][1, 2, 3]] = 7
-    else:
+    elif wrong == "client":
         who[1] = 6
+    else:
+        {"start": rows.start, "size": rows.size}[wrong][5] += 1
     with pytest.raises(IndexError, match="out of range"):
         span.descend(model, rows, who, torch.zeros(2, model.d), drawn, 0.1).sum()
 
