@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 SHARED_PRODUCTS = 1 << 22  # multiplications below which waking a thread costs more than it saves
+PARTS = 2  # of some work for each thread, where one may come late
 LARGEST_REUSED = (1 << 25) - (1 << 13)  # bytes; glibc returns larger blocks to the system in any case
 
 
@@ -52,62 +54,62 @@ def _alone() -> None:
     torch.set_num_threads(1)
 
 
-class Helper:
-    """A thread that computes one thing at a time for the thread that made it, woken in half the time of a pool.
+class Task:
+    """Something that is computed once, by whoever takes it first."""
 
-    What it has not begun when its answer is needed is computed by who asks: on a busy machine it may come late.
+    def __init__(self, function: Callable[[Any], Any], work: Any) -> None:
+        self._call, self._answer = (function, work), [None, None]
+        self._free, self._done = threading.Lock(), threading.Lock()
+        self._done.acquire()
+
+    def take(self) -> None:
+        """Compute it unless somebody has begun."""
+        if self._free.acquire(blocking=False):
+            self._answer = _tried(*self._call)
+            self._done.release()
+
+    def answer(self, waits: Callable[[], None]) -> list[Any]:
+        """What it gave and None, or None and what was raised; `waits` is called before another thread is waited for."""
+        self.take()
+        if not self._done.acquire(blocking=False):
+            waits()
+            self._done.acquire()
+        return self._answer
+
+
+class Helper:
+    """A thread that computes one thing after the other for the thread that made it, woken in half the time of a pool.
+
+    What it has not begun when an answer is needed is computed by who asks: on a busy machine it may come late.
     """
 
     def __init__(self) -> None:
-        self._asked, self._free, self._done = threading.Lock(), threading.Lock(), threading.Lock()
-        self._task: list[Any] = []  # function and work, later result and problem
-        for lock in (self._asked, self._free, self._done):
-            lock.acquire()
-        before, parts = torch.get_num_threads(), (self._asked, self._free, self._done, self._task)
-        thread = threading.Thread(target=_help, args=parts, name="helper", daemon=True)
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        before, ready = torch.get_num_threads(), Task(lambda _: None, None)
+        thread = threading.Thread(target=_help, args=(self._tasks,), name="helper", daemon=True)
         thread.start()
-        self._done.acquire()
         self._elsewhere = Elsewhere(thread)
+        self._tasks.put(ready)
+        ready._done.acquire()
         torch.set_num_threads(before)
 
-    def ask(self, function: Callable[[Any], Any], work: Any) -> None:
-        self._task[:] = [function, work]
+    def ask(self, function: Callable[[Any], Any], work: Any) -> Callable[[], list[Any]]:
+        """Put this at the end of what the thread has to do; what is returned is `Task.answer`."""
+        task = Task(function, work)
         self._elsewhere.hold()
-        self._open(self._free)
-        self._open(self._asked)
-
-    def answer(self) -> list[Any]:
-        """What was asked for and None, or None and what was raised."""
-        if self._free.acquire(blocking=False):
-            return _tried(*self._task)
-        if not self._done.acquire(blocking=False):
-            self._elsewhere.release()
-            self._done.acquire()
-        return self._task.copy()
-
-    @staticmethod
-    def _open(lock: threading.Lock) -> None:
-        """It may be open still: the thread need not have noticed that it was asked before."""
-        if lock.locked():
-            lock.release()
+        self._tasks.put(task)
+        return functools.partial(task.answer, self._elsewhere.release)
 
     def __del__(self) -> None:
-        self._task.clear()
-        self._open(self._free)
-        self._open(self._asked)
+        self._tasks.put(None)
 
 
-def _help(asked: threading.Lock, free: threading.Lock, done: threading.Lock, task: list[Any]) -> None:
-    """What the thread of a helper does until it is asked for nothing: what is `free` is taken by it or by who asked."""
+def _help(tasks: queue.SimpleQueue[Task | None]) -> None:
+    """What the thread of a helper does until it is asked for nothing."""
     _alone()
-    done.release()
-    while asked.acquire():
-        if not free.acquire(blocking=False):
-            continue
-        if not task:
-            return
-        task[:] = _tried(*task)
-        done.release()
+    while (task := tasks.get()) is not None:
+        task.take()
+        del task  # what it gave is not ours to keep
 
 
 def _tried(function: Callable[[Any], Any], work: Any) -> list[Any]:
@@ -122,8 +124,8 @@ class _Mine(threading.local):
 
     def __init__(self) -> None:
         self.helpers: list[Helper] = []
+        self.busy: list[Helper] = []  # those that compute something for later
         self.hands = 1
-        self.begun = 0  # helpers that compute something for later
 
 
 _mine = _Mine()
@@ -132,29 +134,29 @@ _mine = _Mine()
 @contextmanager
 def helped(count: int) -> Iterator[None]:
     """Let this thread share out its work to `count` threads, itself among them."""
-    before = _mine.hands, _mine.begun
-    _mine.hands, _mine.begun = count, 0
+    before = _mine.hands, _mine.busy
+    _mine.hands, _mine.busy = count, []
     try:
         yield
     finally:
-        _mine.hands, _mine.begun = before
+        _mine.hands, _mine.busy = before
 
 
 def spare_hands() -> int:
-    """Threads that may compute what this one has to, itself among them."""
-    return _mine.hands - _mine.begun
+    """Threads that may compute what this one has to at once, itself among them."""
+    return _mine.hands - len(_mine.busy)
 
 
 def begun(function: Callable[[], Result]) -> Callable[[], Result]:
     """Let a helper compute something while this thread goes on; what is returned waits for it."""
-    helper = _mine.helpers.pop() if _mine.helpers else Helper()
-    helper.ask(lambda _: function(), None)
-    _mine.begun += 1
+    helper, busy = _mine.helpers.pop() if _mine.helpers else Helper(), _mine.busy
+    answer = helper.ask(lambda _: function(), None)
+    busy.append(helper)
 
     def end() -> Result:
-        result, problem = helper.answer()
+        result, problem = answer()
+        busy.remove(helper)
         _mine.helpers.append(helper)
-        _mine.begun -= 1
         if problem is not None:
             raise problem
         return result
@@ -164,29 +166,36 @@ def begun(function: Callable[[], Result]) -> Callable[[], Result]:
 
 def side_by_side(function: Callable[[Work], Result], works: Sequence[Work]) -> list[Result]:
     """The function of each, computed at once; the thread that asks takes the first."""
-    first, *others = works
-    helpers, _mine.helpers = _mine.helpers, []  # they are not free for what the function asks for
-    while len(helpers) < len(others):
-        helpers.append(Helper())
-    busy = helpers[: len(others)]
-    for helper, work in zip(busy, others, strict=True):
-        helper.ask(function, work)
-    with helped(1):
-        answers = [_tried(function, first), *(helper.answer() for helper in busy)]
-    _mine.helpers = helpers
-    for _, problem in answers:
-        if problem is not None:
-            raise problem
-    return [result for result, _ in answers]
+    return _shared(function, works, len(works) - 1)
 
 
 def shared_out(function: Callable[[slice], Result], length: int, products: int) -> list[Result]:
-    """The function of parts of 0..length, side by side where there are hands and so many multiplications are enough."""
-    count = min(spare_hands(), length) if products >= SHARED_PRODUCTS else 1
+    """The function of parts of 0..length, side by side where there are hands and so many multiplications are enough.
+
+    Helpers that are busy with something else take some of the parts if they are done in time.
+    """
+    parts = PARTS * _mine.hands if _mine.busy else _mine.hands
+    count = min(parts, length) if products >= SHARED_PRODUCTS and _mine.hands > 1 else 1
     if count <= 1:
         return [function(slice(0, length))]
     cuts = [length * k // count for k in range(count + 1)]
-    return side_by_side(function, [slice(*cut) for cut in itertools.pairwise(cuts)])
+    return _shared(function, [slice(*cut) for cut in itertools.pairwise(cuts)], spare_hands() - 1)
+
+
+def _shared(function: Callable[[Work], Result], works: Sequence[Work], count: int) -> list[Result]:
+    """The function of each work; this thread begins with the first, `count` helpers and busy ones with the last."""
+    helpers, _mine.helpers = _mine.helpers, []  # they are not free for what the function asks for
+    while len(helpers) < count:
+        helpers.append(Helper())
+    asked = itertools.cycle([*helpers[:count], *_mine.busy])
+    answers = [next(asked).ask(function, work) for work in works[:0:-1]]
+    with helped(1):
+        found = [_tried(function, works[0]), *(answer() for answer in answers[::-1])]
+    _mine.helpers = helpers
+    for _, problem in found:
+        if problem is not None:
+            raise problem
+    return [result for result, _ in found]
 
 
 def _forget() -> None:

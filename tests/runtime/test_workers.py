@@ -173,22 +173,42 @@ def test_memory_that_was_freed_is_used_again() -> None:
     assert min(use() for _ in range(5)) < 100
 
 
-def test_what_a_helper_has_not_begun_is_computed_by_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_helper_has_not_begun_is_computed_by_who_asks() -> None:
     helper, me = threads.Helper(), threading.get_ident()
 
-    def answer(pause: float = 0.0) -> int:
-        helper.ask(lambda _: threading.get_ident(), None)
+    def thread(pause: float = 0.0) -> int:
+        answer = helper.ask(lambda _: threading.get_ident(), None)
         time.sleep(pause)
-        thread, problem = helper.answer()
+        found, problem = answer()
         assert problem is None
-        return thread
+        return found
 
-    assert answer(0.2) != me
-    with monkeypatch.context() as late:
-        late.setattr(helper, "_open", lambda lock: lock is helper._free and lock.release())
-        assert answer(0.05) == answer(0.05) == me
-    assert answer(0.2) != me
-    assert {answer() for _ in range(2000)} <= {me, answer(0.2)}
+    other = thread(0.2)
+    assert other != me
+    end, wait = threading.Event(), helper.ask(lambda _: end.wait(), None)
+    time.sleep(0.05)
+    assert thread() == thread(0.05) == me, "it has something else to do"
+    end.set()
+    assert wait() == [True, None]
+    assert thread(0.2) == other
+    assert {thread() for _ in range(2000)} <= {me, other}
+
+
+def test_a_busy_helper_takes_parts_when_it_is_done() -> None:
+    end, enough = threading.Event(), threads.SHARED_PRODUCTS
+    with helped(2):
+        early = threads.begun(end.wait)
+        assert threads.spare_hands() == 1
+
+        def part(k: slice) -> int:
+            if k.start == 0:
+                end.set()
+                time.sleep(0.2)
+            return threading.get_ident()
+
+        who = shared_out(part, 8, enough)
+        assert early() and threads.spare_hands() == 2
+    assert len(who) == 4 and who[0] == threading.get_ident() and set(who[1:]) != {who[0]}
 
 
 def test_a_helper_is_woken_elsewhere() -> None:
@@ -198,8 +218,8 @@ def test_a_helper_is_woken_elsewhere() -> None:
     here = next(iter(allowed))
     os.sched_setaffinity(0, {here})
     try:
-        helper.ask(lambda _: os.sched_getaffinity(0), None)
+        answer = helper.ask(lambda _: os.sched_getaffinity(0), None)
         time.sleep(0.2)
-        assert helper.answer() == [allowed - {here}, None]
+        assert answer() == [allowed - {here}, None]
     finally:
         os.sched_setaffinity(0, allowed)
