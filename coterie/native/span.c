@@ -9,7 +9,7 @@
 #include "span_work.h"
 #include <pthread.h>
 #include <sched.h>
-#include <stddef.h>
+#include <stdlib.h>
 
 typedef int64_t span(const span_work *, int);
 
@@ -35,23 +35,45 @@ int coterie_span_suits(int lanes) { return chosen(lanes) != NULL; }
 /* Bytes, which tell whether the library is of the same time as what calls it. */
 int coterie_span_work_size(void) { return sizeof(span_work); }
 
+/* Parts that are left, for whoever comes; the last who holds this frees it. */
 typedef struct {
     span *function;
     const span_work *work;
-    int part;
+    int parts, next, done, holders;
     int64_t problem;
-} task;
+    pthread_mutex_t lock;
+    pthread_cond_t finished;
+} team;
 
-static void *carry_out(void *of) {
-    task *mine = of;
-    mine->problem = mine->function(mine->work, mine->part);
+static void compute_parts(team *t) {
+    for (int part; (part = __atomic_fetch_add(&t->next, 1, __ATOMIC_RELAXED)) < t->parts;) {
+        int64_t problem = t->function(t->work, part);
+        pthread_mutex_lock(&t->lock);
+        if (problem) t->problem = problem;
+        if (++t->done == t->parts) pthread_cond_signal(&t->finished);
+        pthread_mutex_unlock(&t->lock);
+    }
+}
+
+static void *leave(team *t) {
+    if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL)) return NULL;
+    pthread_mutex_destroy(&t->lock);
+    pthread_cond_destroy(&t->finished);
+    free(t);
     return NULL;
 }
 
+static void *help(void *with) {
+    compute_parts(with);
+    return leave(with);
+}
+
 /* A thread, on Linux on another processor: there it often stays on that of its maker for a second, and both wait. */
-static int begin(pthread_t *thread, task *of) {
+static void begin(team *t) {
+    pthread_t thread;
     pthread_attr_t elsewhere;
-    if (pthread_attr_init(&elsewhere)) return 0;
+    if (pthread_attr_init(&elsewhere)) return;
+    pthread_attr_setdetachstate(&elsewhere, PTHREAD_CREATE_DETACHED);
 #ifdef __linux__
     cpu_set_t processors;
     if (!sched_getaffinity(0, sizeof processors, &processors) && CPU_COUNT(&processors) > 1) {
@@ -59,25 +81,25 @@ static int begin(pthread_t *thread, task *of) {
         pthread_attr_setaffinity_np(&elsewhere, sizeof processors, &processors);
     }
 #endif
-    int begun = !pthread_create(thread, &elsewhere, carry_out, of);
+    __atomic_add_fetch(&t->holders, 1, __ATOMIC_RELAXED);
+    if (pthread_create(&thread, &elsewhere, help, t)) __atomic_sub_fetch(&t->holders, 1, __ATOMIC_RELAXED);
     pthread_attr_destroy(&elsewhere);
-    return begun;
 }
 
-/* All parts at once; threads are made for them, which takes less than waking one that waits for Python's lock. */
+/* All parts. Threads are made for them, which takes less than waking one that waits for Python's lock; what they have not
+begun, because their processor has other things to do, is computed by who asked. */
 int64_t coterie_span(const span_work *work, int lanes) {
-    int parts = work->parts, made = 1;
-    if (parts < 1) return FINE;
-    task tasks[parts];
-    pthread_t threads[parts];
-    for (int part = 0; part < parts; part++) tasks[part] = (task){chosen(lanes), work, part, FINE};
-    while (made < parts && begin(&threads[made], &tasks[made])) made++;
-    carry_out(&tasks[0]);
-    for (int part = made; part < parts; part++) carry_out(&tasks[part]);
-    int64_t problem = tasks[0].problem;
-    for (int part = 1; part < parts; part++) {
-        if (part < made) pthread_join(threads[part], NULL);
-        if (tasks[part].problem) problem = tasks[part].problem;
-    }
+    team *t = malloc(sizeof *t);
+    if (!t) return NO_MEMORY;
+    *t = (team){.function = chosen(lanes), .work = work, .parts = work->parts, .holders = 1};
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_cond_init(&t->finished, NULL);
+    for (int part = 1; part < t->parts; part++) begin(t);
+    compute_parts(t);
+    pthread_mutex_lock(&t->lock);
+    while (t->done < t->parts) pthread_cond_wait(&t->finished, &t->lock);
+    int64_t problem = t->problem;
+    pthread_mutex_unlock(&t->lock);
+    leave(t);
     return problem;
 }
