@@ -200,7 +200,7 @@ WORKLOADS = {
             "CoBo, 80 clients, MLP 64-64-10 on 8 x 8 digits",
             digits,
             lambda fed: make("cobo", lr=0.1, rho=1.0, gamma=0.01),
-            10,
+            40,
             "mlp",
         ),
     )
