@@ -9,7 +9,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import platform_tags
 
-OPTIONS = ["-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi"]
+OPTIONS = "-std=gnu11 -O3 -fPIC -shared -pthread -ffp-contract=fast -fno-math-errno -Wall -Wextra -Wno-psabi".split()
 
 
 class Kernels(BuildHookInterface):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from coterie.runtime.processors import Elsewhere
@@ -29,7 +30,7 @@ def reuse_memory() -> None:
 
     glibc takes the size of what it last returned for the least that is worth it, and returns this before it is used.
     """
-    torch.empty(LARGEST_REUSED, dtype=torch.uint8)
+    np.empty(LARGEST_REUSED, np.uint8)
 
 
 @functools.lru_cache(maxsize=1)
