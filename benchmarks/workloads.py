@@ -168,7 +168,7 @@ WORKLOADS = {
             "FedAvg as W1, 20 of 1,000 clients",
             lambda: ragged(_softmax(), 1000),
             _averaging(participation=0.02),
-            10,
+            50,
             "linear",
         ),
         Workload(
