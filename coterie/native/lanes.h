@@ -15,12 +15,7 @@ typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One version of a function for each generation of processors, chosen when the library is loaded. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
+#define UNROLLED _Pragma("GCC unroll 16") /* loops over what is to stay in registers */
 
 INLINE lanes load(const float *from) {
     lanes value;

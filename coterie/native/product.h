@@ -4,7 +4,6 @@
 
 #include "lanes.h"
 
-#define UNROLLED _Pragma("GCC unroll 16") /* loops over what is to stay in registers */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MOST_ROWS 12 /* of a tile of two vectors: 24 sums in 32 registers */
 #else

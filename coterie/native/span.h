@@ -6,7 +6,6 @@ processor's: gcc keeps wider ones in memory. So this file is included once for e
 #include "span_work.h"
 #include <stdlib.h>
 
-#define UNROLLED _Pragma("GCC unroll 8") /* loops over what is to stay in registers */
 #define TALL 4                           /* rows, or vectors of columns, in a tile of registers */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define WIDE 5 /* outputs in a tile, of 32 registers */
