@@ -1,6 +1,7 @@
 """Compiles coterie/native/*.c into one library; without a compiler the package is installed without it."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,16 +18,17 @@ class Kernels(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root, "coterie", "native")
-        library = folder / "kernels.so"
+        library: Path = runpy.run_path(str(folder / "sources.py"))["library"](folder)
         sources = sorted(str(path) for path in folder.glob("*.c"))
-        fresh = library.with_suffix(f".{os.getpid()}.so")
+        fresh = library.with_suffix(f".{os.getpid()}")
         command = [os.environ.get("CC", "cc"), *OPTIONS, "-o", str(fresh), *sources, "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as problem:
-            library.unlink(missing_ok=True)
             print(f"no C library: {getattr(problem, 'stderr', problem)}", file=sys.stderr)
             return
+        for old in set(folder.glob("kernels*")) - {fresh}:
+            old.unlink()
         fresh.replace(library)
-        build_data["artifacts"].append("coterie/native/kernels.so")
+        build_data["artifacts"].append(f"coterie/native/{library.name}")
         build_data["pure_python"], build_data["tag"] = False, f"py3-none-{next(platform_tags())}"

@@ -127,7 +127,8 @@ class Plain(Descent):
     """With torch."""
 
     def compute(self, weights: Tensor | None, models: Tensor | None) -> Tensor | None:
-        self._drawn = self.minibatches.drawn()
+        if not self._taken:
+            self._drawn = self.minibatches.drawn()
         sums = side_by_side(
             lambda cut: self._part(cut, weights, models), ragged.cuts(self.sizes, self.threads)
         )

@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coterie.native import sources
+
 PLAIN = "COTERIE_PLAIN"  # environment variable: set to compute without C
 
 
 def _load() -> ctypes.CDLL | None:
-    path = Path(__file__).with_name("kernels.so")
+    path = sources.library(Path(__file__).parent)
     if os.environ.get(PLAIN) or not path.exists():
         return None
     try:

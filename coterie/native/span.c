@@ -32,9 +32,6 @@ static span *chosen(int lanes) {
 /* Whether there is one. */
 int coterie_span_suits(int lanes) { return chosen(lanes) != NULL; }
 
-/* Bytes, which tell whether the library is of the same time as what calls it. */
-int coterie_span_work_size(void) { return sizeof(span_work); }
-
 /* Parts that are left, for whoever comes; the last who holds this frees it. */
 typedef struct {
     span *function;

@@ -28,14 +28,7 @@ class Work(ctypes.Structure):
     )
 
 
-def _suits() -> bool:
-    """Whether the library is there, of the same time as this file, and has a version for this processor."""
-    if library is None or not hasattr(library, "coterie_span_work_size"):
-        return False
-    return library.coterie_span_work_size() == ctypes.sizeof(Work) and bool(library.coterie_span_suits(0))
-
-
-available = _suits()
+available = library is not None and bool(library.coterie_span_suits(0))
 
 
 def run(work: Work) -> None:

@@ -164,6 +164,12 @@ def test_bf16_is_near_and_keeps_the_type_of_the_vector(model: CausalLM, tiny: Pa
     assert float(low.loss(w, x, y, weight)) == pytest.approx(float(model.loss(w, x, y, weight)), rel=0.02)
 
 
+def test_compiling_by_itself_wants_a_gpu(tiny: Path) -> None:
+    assert causal_lm(tiny, compiled="auto").adapted.compiled == torch.cuda.is_available()
+    with pytest.raises(SettingError, match="compiled='fast' is unknown"):
+        causal_lm(tiny, compiled="fast")
+
+
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_gradient(model: CausalLM, tiny: Path) -> None:
     x, y = rows()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coterie import native
+from coterie.native import sources
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -27,8 +28,15 @@ def test_it_can_be_left_alone() -> None:
     assert run.stdout.strip() == "None", run.stderr
 
 
-def test_one_of_another_machine_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kernels.so").write_bytes(b"\x7fELF of something else")
+def test_one_of_other_sources_or_another_machine_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.delenv(native.PLAIN, raising=False)
+    source = tmp_path / "span.c"
+    source.write_text("int one(void) { return 1; }")
+    made = sources.library(tmp_path)
+    made.write_bytes(b"\x7fELF of something else")
     assert native._load() is None
+    source.write_text("int one(void) { return 2; }")
+    assert sources.library(tmp_path) != made
