@@ -22,7 +22,7 @@ from coterie.runs.folder import RunFolder
 from coterie.runs.history import History, mean_over_clients
 from coterie.runs.run import Run
 from coterie.runs.track import Tracker, tracker
-from coterie.runtime.workers import helped, reuse_memory
+from coterie.runtime.workers import helped
 
 CHECKPOINT_SECONDS = 10.0
 CHECKPOINT_SHARE = 0.05  # at most this share of the time goes into checkpoints
@@ -213,7 +213,6 @@ def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
     before = torch.get_num_threads()
     own = fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0))
     torch.set_num_threads(own)
-    reuse_memory()
     hands = max(1, before // own) if torch.device(fed.device).type == "cpu" else 1
     try:
         with helped(hands):

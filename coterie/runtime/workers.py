@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from coterie.runtime.processors import Elsewhere
@@ -22,15 +21,6 @@ Result = TypeVar("Result")
 
 SHARED_PRODUCTS = 1 << 22  # multiplications below which waking a thread costs more than it saves
 PARTS = 2  # of some work for each thread, where one may come late
-LARGEST_REUSED = (1 << 25) - (1 << 13)  # bytes; glibc returns larger blocks to the system in any case
-
-
-def reuse_memory() -> None:
-    """Let freed memory be used again: by default glibc returns it, and fresh pages cost more than to add numbers up.
-
-    glibc takes the size of what it last returned for the least that is worth it, and returns this before it is used.
-    """
-    np.empty(LARGEST_REUSED, np.uint8)
 
 
 @functools.lru_cache(maxsize=1)

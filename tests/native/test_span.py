@@ -164,17 +164,27 @@ def test_models_that_are_looked_at_are_not_taken_for_a_mean() -> None:
     assert len(found.tensor) == 2 and "mean" not in rows.notes
 
 
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w", "centre", "y"])
 @pytest.mark.usefixtures("lanes")
-def test_bad_numbers_are_noticed(bad: float, where: str) -> None:
+def test_bad_numbers_are_noticed(bad: float, where: str, steps: int) -> None:
     model, rows = problem(models.linear() if where == "y" else models.softmax(classes=7), 49)
     k = len(SIZES)
     w, centre = torch.zeros(k, model.d), torch.zeros(k, model.d)
-    drawn = minibatches(model, rows, torch.arange(k), 4, 40)
+    drawn = minibatches(model, rows, torch.arange(k), steps, 40)
     {"x": rows.x[40], "w": w[1], "centre": centre[1], "y": rows.y}[where][-1] = bad
     found = span.descend(model, rows, None, w, drawn, 0.1, 0.5, centre)
     assert isinstance(found.descents, span.Compiled) and not bool(torch.isfinite(found.sum()))
+
+
+def test_steps_are_taken_once() -> None:
+    """What is asked for later follows from the shares of rows that were found first."""
+    model, rows = problem(models.softmax(classes=7), 49)
+    found, expected = (descents(model, rows, [4, 1], True, 0.4) for _ in range(2))
+    assert bool(torch.isfinite(found.sum())) and isinstance(found.descents, span.Compiled)
+    found.descents.keys.zero_()
+    assert torch.equal(found.tensor, expected.tensor)
 
 
 @pytest.mark.parametrize("wrong", ["label", "client", "start", "size"])

@@ -6,7 +6,6 @@ The bits are the same where the ends of vectors fall on the same places of the p
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 
@@ -154,23 +153,6 @@ def test_networks_and_mixtures_are_shared_out(monkeypatch: pytest.MonkeyPatch) -
     shared = fit(fed, algorithm, 5)
     torch.testing.assert_close(shared.personal, alone.personal, rtol=1e-5, atol=1e-6)
     assert shared.fed.ledger.entries == alone.fed.ledger.entries
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_memory_that_was_freed_is_used_again() -> None:
-    """Tensors that come and go do not cost fresh pages each time."""
-    import resource
-
-    threads.reuse_memory()
-
-    def use() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        held = [torch.ones(1 << 19) for _ in range(8)]  # 16 MB
-        del held
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    use()
-    assert min(use() for _ in range(5)) < 100
 
 
 def test_what_a_helper_has_not_begun_is_computed_by_who_asks() -> None:
