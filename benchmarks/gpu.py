@@ -20,6 +20,7 @@ from coterie.algorithms import make
 from coterie.federation.build import from_rows
 from coterie.models.base import Model
 
+BATCH = 128
 WAYS: dict[str, dict[str, Any]] = {
     "looped, compiled, graph, streams": {"stacked": False, "compiled": True},
     "looped, graph, streams": {"stacked": False, "compiled": False},
@@ -50,8 +51,9 @@ def images(clients: int, rows: int, shape: tuple[int, ...], classes: int, model:
     return from_rows(x, y, torch.full((clients,), rows), model=model, names=names, device="cuda")
 
 
-def gradients(clients: int, batch: int = 128) -> Iterator[dict[str, Any]]:
+def gradients(clients: int, work: float) -> Iterator[dict[str, Any]]:
     """ResNet-9 in bfloat16: the gradients of all clients, each way, and eagerly one after the other."""
+    batch = BATCH
     for way, options in {**WAYS, "looped, eager": {"stacked": False, "compiled": False}}.items():
         fed = images(clients, batch, (3, 32, 32), 10, models.resnet9(precision="bf16", classes=10, **options))
         rows, model = fed.runtime.train, fed.model
@@ -61,16 +63,23 @@ def gradients(clients: int, batch: int = 128) -> Iterator[dict[str, Any]]:
         looped = way == "looped, eager"
         compute = model._ways.looped if looped else model.grad  # type: ignore[attr-defined]
         took = seconds(lambda compute=compute, w=w, x=x, y=y, weight=weight: compute(w, x, y, weight))
-        work = flops(model, w[0], x[0], y[0], weight[0]) * clients
-        yield {"clients": clients, "way": way, "seconds": took, "tflops": work / took / 1e12}
+        yield {
+            "clients": clients,
+            "way": way,
+            "seconds": took,
+            "rounds_per_second": 1 / took,
+            "tflops": clients * work / took / 1e12,
+        }
 
 
-def flops(model: Model, *arguments: torch.Tensor) -> float:
+def flops(batch: int = BATCH) -> float:
+    """Of a gradient of ResNet-9."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    plain = models.resnet9(classes=10, stacked=False).fit_to(arguments[1].cpu(), arguments[2].cpu())
+    x, y = torch.zeros(batch, 3, 32, 32), torch.zeros(batch).long()
+    plain = models.resnet9(classes=10, stacked=False).fit_to(x, y)
     with FlopCounterMode(display=False) as counter:
-        plain.grad(*(part.cpu() for part in arguments))
+        plain.grad(plain.initial(0, torch.float32), x, y, torch.full((batch,), 1 / batch))
     return float(counter.get_total_flops())
 
 
@@ -83,6 +92,7 @@ def rounds(fed: Federation, algorithm: Any, count: int = 20) -> dict[str, Any]:
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
+    torch.cuda.reset_peak_memory_stats()
     whole(2)
     took = (whole(2 + count) - whole(2)) / count
     return {
@@ -92,20 +102,14 @@ def rounds(fed: Federation, algorithm: Any, count: int = 20) -> dict[str, Any]:
     }
 
 
-def inside_cobo(clients: int = 8, batch: int = 128) -> dict[str, Any]:
+def inside_cobo(work: float, clients: int = 8) -> dict[str, Any]:
     """The same network inside CoBo: gradients of everybody and of both ends of the pairs that were drawn."""
     model = models.resnet9(precision="bf16", classes=10, stacked=False, compiled=True)
-    fed = images(clients, 4 * batch, (3, 32, 32), 10, model)
-    algorithm = make("cobo", lr=0.05, batch=batch)
+    fed = images(clients, 4 * BATCH, (3, 32, 32), 10, model)
+    algorithm = make("cobo", lr=0.05, batch=BATCH)
     found = rounds(fed, algorithm)
     pairs = [sum(len(i) for i, _ in algorithm.pairs(fed, t, None)) for t in range(3, 23)]  # type: ignore[attr-defined]
-    one = (
-        torch.zeros(fed.d),
-        torch.zeros(batch, 3, 32, 32),
-        torch.zeros(batch).long(),
-        torch.ones(batch) / batch,
-    )
-    work = flops(fed.model, *one) * (clients + 2 * statistics.mean(pairs))
+    work *= clients + 2 * statistics.mean(pairs)
     return {"clients": clients, **found, "tflops": work / found["seconds"] / 1e12}
 
 
@@ -124,7 +128,7 @@ def stacks(clients: int = 10_000) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--clients", default="8,80", help="of ResNet-9")
+    parser.add_argument("--clients", default="8,80", help="of ResNet-9; empty: leave it out")
     parser.add_argument("--stacked", type=int, default=10_000, help="clients of W1 to W4; 0: leave them out")
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
@@ -137,10 +141,12 @@ def main() -> None:
                 json.dumps({"gpu": torch.cuda.get_device_name(), "lines": found}, indent=2) + "\n"
             )
 
-    for clients in map(int, arguments.clients.split(",")):
-        for line in gradients(clients):
-            note(line)
-    note({"workload": "ResNet-9 inside CoBo", **inside_cobo()})
+    if arguments.clients:
+        work = flops()
+        for clients in map(int, arguments.clients.split(",")):
+            for line in gradients(clients, work):
+                note(line)
+        note({"workload": "ResNet-9 inside CoBo", **inside_cobo(work)})
     if arguments.stacked:
         for line in stacks(arguments.stacked):
             note(line)

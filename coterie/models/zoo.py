@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from coterie.errors import DataError, SettingError
+from coterie.models import normalise
 from coterie.models.checks import groups_for
 from coterie.models.network import Network, check_rows, seeded
 from coterie.models.targets import check_column, count_classes
@@ -178,13 +179,13 @@ def _build_resnet9(features: tuple[int, ...], outputs: int, width: int) -> nn.Mo
     channels, height, across = _image(features, "resnet9")
     if min(height, across) < 8:
         raise DataError(f"resnet9() needs images of at least 8 x 8, not {features}; use cnn() or mlp().")
-    return nn.Sequential(
+    return Blocks(
         ChannelAxis(),
-        _convolution(channels, width),
-        _convolution(width, 2 * width, pool=True),
+        Block(channels, width),
+        Block(width, 2 * width, pool=True),
         Residual(2 * width),
-        _convolution(2 * width, 4 * width, pool=True),
-        _convolution(4 * width, 8 * width, pool=True),
+        Block(2 * width, 4 * width, pool=True),
+        Block(4 * width, 8 * width, pool=True),
         Residual(8 * width),
         GlobalMax(),
         nn.Linear(8 * width, outputs),
@@ -206,11 +207,6 @@ def _image(features: tuple[int, ...], name: str) -> tuple[int, int, int]:
         )
     channels, height, width = features if len(features) == 3 else (1, *features)
     return channels, height, width
-
-
-def _convolution(before: int, after: int, pool: bool = False) -> nn.Module:
-    layers = [nn.Conv2d(before, after, 3, padding=1), GroupNorm(groups_for(after), after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.MaxPool2d(2)) if pool else nn.Sequential(*layers)
 
 
 class ChannelAxis(nn.Module):
@@ -235,10 +231,13 @@ class GroupNorm(nn.GroupNorm):
 
 
 class GlobalMax(nn.Module):
-    """Maximum over height and width."""
+    """Maximum over height and width.
+
+    Not in bfloat16: torch.compile looks for the rounded maximum among values that it has not rounded, and finds none.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.amax((-2, -1))
+        return x.to(torch.promote_types(x.dtype, torch.float32)).amax((-2, -1))
 
 
 class Scaled(nn.Module):
@@ -252,15 +251,50 @@ class Scaled(nn.Module):
         return x * self.factor
 
 
+class Block(nn.Sequential):
+    """Convolution, group normalisation, rectifier and max pool; `unrolled` computes them one by one."""
+
+    def __init__(self, before: int, after: int, pool: bool = False) -> None:
+        layers = [nn.Conv2d(before, after, 3, padding=1), GroupNorm(groups_for(after), after), nn.ReLU()]
+        super().__init__(*layers, *([nn.MaxPool2d(2)] if pool else []))
+        self.pool = pool
+
+    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
+        convolution, norm = self.parts()
+        if unrolled or not normalise.takes(x, norm.num_channels, norm.num_groups, self.pool):
+            return super().forward(x)
+        images, kernel = (
+            part.to(torch.bfloat16, memory_format=torch.channels_last) for part in (x, convolution.weight)
+        )
+        images, bias = nn.functional.conv2d(images, kernel, padding=1), cast(Tensor, convolution.bias)
+        return normalise.normalised(
+            images, bias, norm.weight, norm.bias, norm.num_groups, norm.eps, self.pool
+        )
+
+    def parts(self) -> tuple[nn.Conv2d, GroupNorm]:
+        return cast(nn.Conv2d, self[0]), cast(GroupNorm, self[1])
+
+
 class Residual(nn.Module):
     """x + conv(conv(x))."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(_convolution(channels, channels), _convolution(channels, channels))
+        self.body = Blocks(Block(channels, channels), Block(channels, channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
+    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
+        return x + self.body(x, unrolled)
+
+
+class Blocks(nn.Sequential):
+    """Layers one after the other, of which blocks can be `unrolled`."""
+
+    can_unroll = True
+
+    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
+        for layer in self:
+            x = layer(x, unrolled) if isinstance(layer, Block | Residual) else layer(x)
+        return x
 
 
 class CharLSTM(nn.Module):

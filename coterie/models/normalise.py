@@ -1,0 +1,103 @@
+"""Group normalisation, rectifier and max pool of images in one operation, for bfloat16 on a GPU.
+
+Of images u + bias, with mean m and standard deviation s of the channels of a group,
+
+    xhat = (u + bias - m) / s,   z = weight xhat + shift,   y = max(z, 0), or its largest in squares of 2 x 2.
+
+Backwards, with d the slope in z, which goes to the first of the largest, and averages over a group,
+
+    du = (weight d - avg(weight d) - xhat avg(weight d xhat)) / s.
+
+Torch and its compiler pass over the images nine times for this; here every pass is one of two, forwards and backwards.
+Images are [rows, channels, height, width] with channels last in memory. Sums are float32, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INSTALLED = importlib.util.find_spec("triton") is not None  # comes with torch for GPUs on Linux
+
+
+def takes(x: Tensor, channels: int, groups: int, pool: bool) -> bool:
+    """Whether images on their way to so many channels can be normalised here."""
+    size = channels // groups
+    fits = channels % 32 == 0 and size <= 32 and size & (size - 1) == 0
+    even = not pool or (x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0)
+    lowered = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    return INSTALLED and x.is_cuda and fits and even and lowered
+
+
+def normalised(
+    u: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, groups: int, eps: float, pool: bool
+) -> Tensor:
+    """y of images u."""
+    found: Tensor = _normalise(u, bias, weight, shift, groups, eps, pool)[0]
+    return found
+
+
+@torch.library.custom_op("coterie::normalise", mutates_args=())
+def _normalise(
+    u: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, groups: int, eps: float, pool: bool
+) -> tuple[Tensor, Tensor]:
+    """y, and for each row and channel m - bias, 1 / s and the sum of xhat [3, rows, channels]."""
+    from coterie.models import normalise_kernels
+
+    y, moments = _results(u, pool)
+    normalise_kernels.forward(_last(u), bias, weight, shift, y, moments, groups, eps, pool)
+    return y, moments
+
+
+@_normalise.register_fake
+def _(
+    u: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, groups: int, eps: float, pool: bool
+) -> tuple[Tensor, Tensor]:
+    return _results(u, pool)
+
+
+@torch.library.custom_op("coterie::normalise_backward", mutates_args=())
+def _normalise_backward(
+    slope: Tensor, u: Tensor, moments: Tensor, weight: Tensor, shift: Tensor, groups: int, pool: bool
+) -> tuple[Tensor, Tensor]:
+    """du, and what every row adds to the slopes of bias, weight and shift [3, rows, channels]."""
+    from coterie.models import normalise_kernels
+
+    du, sums = torch.empty_like(u, memory_format=torch.channels_last), torch.empty_like(moments)
+    normalise_kernels.backward(_last(slope), _last(u), moments, weight, shift, du, sums, groups, pool)
+    return du, sums
+
+
+@_normalise_backward.register_fake
+def _(
+    slope: Tensor, u: Tensor, moments: Tensor, weight: Tensor, shift: Tensor, groups: int, pool: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(u, memory_format=torch.channels_last), torch.empty_like(moments)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    u, _, weight, shift, ctx.groups, _, ctx.pool = inputs
+    ctx.save_for_backward(u, output[1], weight, shift)
+
+
+def _slopes(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    u, moments, weight, shift = ctx.saved_tensors
+    du, sums = _normalise_backward(slope, u, moments, weight, shift, ctx.groups, ctx.pool)
+    return du, *sums.sum(1).to(weight.dtype).unbind(), None, None, None
+
+
+_normalise.register_autograd(_slopes, setup_context=_keep)
+
+
+def _results(u: Tensor, pool: bool) -> tuple[Tensor, Tensor]:
+    n, channels, height, width = u.shape
+    shape = (n, channels, height // 2, width // 2) if pool else u.shape
+    y = torch.empty(shape, dtype=u.dtype, device=u.device, memory_format=torch.channels_last)
+    return y, torch.empty(3, n, channels, device=u.device)
+
+
+def _last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,347 @@
+# mypy: disable-error-code="no-untyped-def, attr-defined"
+"""The kernels of `normalise`, in Triton. A program takes some channels of a row, first for sums, then for results."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 256  # that keep a GPU of today busy
+VALUES = 8192  # of a tile; all four of a square count
+WARPS = 8
+
+
+def forward(
+    u: Tensor,
+    bias: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    y: Tensor,
+    moments: Tensor,
+    groups: int,
+    eps: float,
+    pool: bool,
+) -> None:
+    """Writes y and moments."""
+    n, channels, height, width = u.shape
+    across = _channels(n, channels)
+    _forward[(n, channels // across)](
+        u,
+        bias,
+        weight,
+        shift,
+        y,
+        moments,
+        eps,
+        n * channels,
+        height * width,
+        width,
+        channels,
+        GROUP=channels // groups,
+        ROWS=_rows(VALUES // across, height * width),
+        SQUARES=_rows(VALUES // 4 // across, height * width // 4),
+        CHANNELS=across,
+        POOL=pool,
+        num_warps=WARPS,
+    )
+
+
+def backward(
+    slope: Tensor,
+    u: Tensor,
+    moments: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    du: Tensor,
+    sums: Tensor,
+    groups: int,
+    pool: bool,
+) -> None:
+    """Writes du and, for each row and channel, what it adds to the slopes of bias, weight and shift."""
+    n, channels, height, width = u.shape
+    across = _channels(n, channels)
+    kernel = _backward_pooled if pool else _backward
+    kernel[(n, channels // across)](
+        slope,
+        u,
+        moments,
+        weight,
+        shift,
+        du,
+        sums,
+        n * channels,
+        height * width,
+        width,
+        channels,
+        GROUP=channels // groups,
+        ROWS=_rows(VALUES // (4 if pool else 2) // across, height * width // (4 if pool else 1)),
+        CHANNELS=across,
+        num_warps=WARPS,
+    )
+
+
+def _channels(n: int, channels: int) -> int:
+    """Channels of a program: whole lines of memory where there are programs enough."""
+    return 64 if channels % 64 == 0 and n * channels >= 64 * PROGRAMS else 32
+
+
+def _rows(most: int, there: int) -> int:
+    """Rows of a tile: a power of two."""
+    return min(most, triton.next_power_of_2(there))
+
+
+@triton.jit
+def _over_groups(sums, GROUP: tl.constexpr, CHANNELS: tl.constexpr):
+    """Every channel's sum [CHANNELS] replaced by that of its group."""
+    parts = tl.reshape(sums, (CHANNELS // GROUP, GROUP))
+    whole = tl.sum(parts, 1)
+    return tl.reshape(tl.broadcast_to(whole[:, None], (CHANNELS // GROUP, GROUP)), (CHANNELS,))
+
+
+@triton.jit
+def _corners(first, size, width, channels, ROWS: tl.constexpr):
+    """Of squares of 2 x 2: where their results lie, where their first value does, and which there are."""
+    at = first + tl.arange(0, ROWS)
+    half = width // 2
+    corner = (at // half) * 2 * width + (at % half) * 2
+    return at[:, None] * channels, corner[:, None] * channels, (at < size // 4)[:, None]
+
+
+@triton.jit
+def _values(at, inside):
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward(
+    u,
+    bias,
+    weight,
+    shift,
+    y,
+    moments,
+    eps,
+    step,
+    size,
+    width,
+    channels,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    POOL: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    image = u + n * size * channels + c[None, :]
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    squares = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for first in range(0, size, ROWS):
+        at = first + tl.arange(0, ROWS)
+        value = _values(image + at[:, None] * channels, (at < size)[:, None])
+        total += value
+        squares += value * value
+    own = tl.sum(total, 0)
+    added = tl.load(bias + c).to(tl.float32)
+    count = size * GROUP
+    mean = _over_groups(own + size * added, GROUP, CHANNELS) / count
+    square = _over_groups(tl.sum(squares, 0) + added * (2 * own + size * added), GROUP, CHANNELS) / count
+    rstd = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+    centre = mean - added
+    tl.store(moments + n * channels + c, centre)
+    tl.store(moments + step + n * channels + c, rstd)
+    tl.store(moments + 2 * step + n * channels + c, (own - size * centre) * rstd)
+    scale = (tl.load(weight + c).to(tl.float32) * rstd)[None, :]
+    level = tl.load(shift + c).to(tl.float32)[None, :] - centre[None, :] * scale
+    if POOL:
+        result = y + n * (size // 4) * channels + c[None, :]
+        for first in range(0, size // 4, SQUARES):
+            at, corner, inside = _corners(first, size, width, channels, SQUARES)
+            best = _values(image + corner, inside) * scale + level
+            best = tl.maximum(best, _values(image + corner + channels, inside) * scale + level)
+            best = tl.maximum(best, _values(image + corner + width * channels, inside) * scale + level)
+            best = tl.maximum(best, _values(image + corner + (width + 1) * channels, inside) * scale + level)
+            tl.store(result + at, tl.where(best < 0, 0.0, best).to(y.dtype.element_ty), mask=inside)
+    else:
+        result = y + n * size * channels + c[None, :]
+        for first in range(0, size, ROWS):
+            at = first + tl.arange(0, ROWS)
+            inside = (at < size)[:, None]
+            z = _values(image + at[:, None] * channels, inside) * scale + level
+            tl.store(
+                result + at[:, None] * channels,
+                tl.where(z < 0, 0.0, z).to(y.dtype.element_ty),
+                mask=inside,
+            )
+
+
+@triton.jit
+def _averages(
+    plain,
+    along,
+    n,
+    c,
+    moments,
+    weight,
+    sums,
+    step,
+    size,
+    channels,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """avg(weight d) and avg(weight d xhat) from the sums of d and d xhat; what they add to slopes is written."""
+    rstd = tl.load(moments + step + n * channels + c)
+    hats = tl.load(moments + 2 * step + n * channels + c)
+    gain = tl.load(weight + c).to(tl.float32)
+    first = _over_groups(gain * plain, GROUP, CHANNELS) / (size * GROUP)
+    second = _over_groups(gain * along, GROUP, CHANNELS) / (size * GROUP)
+    tl.store(sums + n * channels + c, rstd * (gain * plain - size * first - second * hats))
+    tl.store(sums + step + n * channels + c, along)
+    tl.store(sums + 2 * step + n * channels + c, plain)
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def _backward(
+    slope,
+    u,
+    moments,
+    weight,
+    shift,
+    du,
+    sums,
+    step,
+    size,
+    width,
+    channels,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    centre = tl.load(moments + n * channels + c)[None, :]
+    rstd = tl.load(moments + step + n * channels + c)[None, :]
+    gain = tl.load(weight + c).to(tl.float32)[None, :]
+    level = tl.load(shift + c).to(tl.float32)[None, :]
+    offset = n * size * channels + c[None, :]
+    plain = tl.zeros([ROWS, CHANNELS], tl.float32)
+    along = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for first in range(0, size, ROWS):
+        at = first + tl.arange(0, ROWS)
+        inside = (at < size)[:, None]
+        hat = (_values(u + offset + at[:, None] * channels, inside) - centre) * rstd
+        d = tl.where(hat * gain + level > 0, _values(slope + offset + at[:, None] * channels, inside), 0.0)
+        plain += d
+        along += d * hat
+    mean, tilt = _averages(
+        tl.sum(plain, 0),
+        tl.sum(along, 0),
+        n,
+        c,
+        moments,
+        weight,
+        sums,
+        step,
+        size,
+        channels,
+        GROUP,
+        CHANNELS,
+    )
+    for first in range(0, size, ROWS):
+        at = first + tl.arange(0, ROWS)
+        inside = (at < size)[:, None]
+        hat = (_values(u + offset + at[:, None] * channels, inside) - centre) * rstd
+        d = tl.where(hat * gain + level > 0, _values(slope + offset + at[:, None] * channels, inside), 0.0)
+        found = (gain * d - mean - hat * tilt) * rstd
+        tl.store(du + offset + at[:, None] * channels, found.to(du.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _square(image, corner, inside, width, channels, centre, rstd, gain, level):
+    """xhat of the four values of squares, and for each whether it is the first of the largest, if that is positive."""
+    a = (_values(image + corner, inside) - centre) * rstd
+    b = (_values(image + corner + channels, inside) - centre) * rstd
+    c = (_values(image + corner + width * channels, inside) - centre) * rstd
+    d = (_values(image + corner + (width + 1) * channels, inside) - centre) * rstd
+    za, zb, zc, zd = a * gain + level, b * gain + level, c * gain + level, d * gain + level
+    best = tl.maximum(tl.maximum(za, zb), tl.maximum(zc, zd))
+    left = best > 0
+    is_a = left & (za == best)
+    left = left & (za < best)
+    is_b = left & (zb == best)
+    left = left & (zb < best)
+    is_c = left & (zc == best)
+    is_d = left & (zc < best)
+    return a, b, c, d, is_a, is_b, is_c, is_d
+
+
+@triton.jit
+def _put(at, inside, hat, chosen, d, mean, tilt, gain, rstd):
+    found = (gain * tl.where(chosen, d, 0.0) - mean - hat * tilt) * rstd
+    tl.store(at, found.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_pooled(
+    slope,
+    u,
+    moments,
+    weight,
+    shift,
+    du,
+    sums,
+    step,
+    size,
+    width,
+    channels,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    centre = tl.load(moments + n * channels + k)[None, :]
+    rstd = tl.load(moments + step + n * channels + k)[None, :]
+    gain = tl.load(weight + k).to(tl.float32)[None, :]
+    level = tl.load(shift + k).to(tl.float32)[None, :]
+    image = u + n * size * channels + k[None, :]
+    written = du + n * size * channels + k[None, :]
+    given = slope + n * (size // 4) * channels + k[None, :]
+    plain = tl.zeros([ROWS, CHANNELS], tl.float32)
+    along = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for first in range(0, size // 4, ROWS):
+        at, corner, inside = _corners(first, size, width, channels, ROWS)
+        a, b, c, d, is_a, is_b, is_c, is_d = _square(
+            image, corner, inside, width, channels, centre, rstd, gain, level
+        )
+        passed = tl.where(is_a | is_b | is_c | is_d, _values(given + at, inside), 0.0)
+        plain += passed
+        along += passed * tl.where(is_a, a, tl.where(is_b, b, tl.where(is_c, c, d)))
+    mean, tilt = _averages(
+        tl.sum(plain, 0),
+        tl.sum(along, 0),
+        n,
+        k,
+        moments,
+        weight,
+        sums,
+        step,
+        size,
+        channels,
+        GROUP,
+        CHANNELS,
+    )
+    for first in range(0, size // 4, ROWS):
+        at, corner, inside = _corners(first, size, width, channels, ROWS)
+        a, b, c, d, is_a, is_b, is_c, is_d = _square(
+            image, corner, inside, width, channels, centre, rstd, gain, level
+        )
+        passed = _values(given + at, inside)
+        place = written + corner
+        _put(place, inside, a, is_a, passed, mean, tilt, gain, rstd)
+        _put(place + channels, inside, b, is_b, passed, mean, tilt, gain, rstd)
+        _put(place + width * channels, inside, c, is_c, passed, mean, tilt, gain, rstd)
+        _put(place + (width + 1) * channels, inside, d, is_d, passed, mean, tilt, gain, rstd)
