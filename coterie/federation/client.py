@@ -14,6 +14,7 @@ from coterie.errors import CoterieError, SettingError
 from coterie.federation import local_sgd, randomness
 from coterie.federation.parcels import Sealer
 from coterie.models.metrics import metrics
+from coterie.models.shared import picked
 from coterie.models.unwritten import Unwritten, written_out
 
 if TYPE_CHECKING:
@@ -333,7 +334,10 @@ class Client:
         result: Tensor | None = None
         for place, batch in rows.full(self._at):
             part = function(
-                x if place is None else x[place], batch.x, batch.y, self._group_weight(batch, place, rows)
+                x if place is None else picked(x, place),
+                batch.x,
+                batch.y,
+                self._group_weight(batch, place, rows),
             )
             if place is None:
                 return part

@@ -19,6 +19,7 @@ from coterie.federation.replies import Replies
 from coterie.federation.server_draws import ServerDraws
 from coterie.federation.state import State
 from coterie.models.base import Model
+from coterie.models.shared import kept
 from coterie.models.unwritten import written_out
 from coterie.runtime.visits import Answer, Call, Visits
 
@@ -254,7 +255,7 @@ class Federation:
 
     def personal(self, algorithm: Any, state: State) -> Tensor:
         """The deployed models [n, d], or, where models stay with the clients, the round [n, 1] they are kept under."""
-        return self._deployed(algorithm, state, self.runtime.deploy)[""].contiguous()
+        return kept(self._deployed(algorithm, state, self.runtime.deploy)[""])
 
     def _deployed(
         self, algorithm: Any, state: State, run: Callable[[Call, Visits, dict[str, Any] | None], Answer]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from coterie.models.shared import picked
+
 if TYPE_CHECKING:
     from coterie.data.rows import Rows
     from coterie.models.base import Model
@@ -33,7 +35,7 @@ def metrics(model: Model, w: Tensor, rows: Rows, at: Tensor | None) -> dict[str,
     if rows.largest == 0:
         return result
     for place, batch in rows.full(at):
-        part = w if place is None else w[place]
+        part = w if place is None else picked(w, place)
         for name, value in model.measure(part, batch.x, batch.y, batch.weight).items():
             if place is None:
                 result[name] = value

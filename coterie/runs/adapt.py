@@ -101,9 +101,7 @@ def adapt(folder: str | Path, table: Any, client: str | None = None, model: Mode
     alone = _alone(algorithm, fed, rounds)
     metric = main_metric(fed.model.task)
     candidates = {"adapted": models, "common": known.common.expand_as(models), "alone": alone}
-    scores = {
-        name: fed.score(value.contiguous(), "test")[metric].tolist() for name, value in candidates.items()
-    }
+    scores = {name: fed.score(value, "test")[metric].tolist() for name, value in candidates.items()}
     rows = {split: size.tolist() for split, size in fed.rows.items()}
     everyone = replace(
         known, personal=torch.cat([known.personal, models]), clients=[*known.clients, *fed.names]

@@ -15,6 +15,7 @@ from torch import Tensor
 from coterie.algorithms import Algorithm, make
 from coterie.errors import NobodyAnswered, RunError, SettingError
 from coterie.federation.federation import Federation
+from coterie.models.shared import moved
 from coterie.runs import checkpoint
 from coterie.runs.ahead import rounds_ahead, unwatched
 from coterie.runs.checkpoint import Best, Progress
@@ -321,7 +322,7 @@ def _finish(
     run = Run(
         fed=fed,
         algorithm=algorithm,
-        personal=personal.cpu(),
+        personal=moved(personal, "cpu"),
         state=state,
         history=progress.history,
         rounds=plan["rounds"],

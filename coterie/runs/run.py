@@ -12,6 +12,7 @@ from coterie.algorithms import Algorithm
 from coterie.errors import SettingError, nearest
 from coterie.federation.federation import Federation
 from coterie.federation.state import State
+from coterie.models.shared import moved
 from coterie.runs.history import History
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Run:
 
     def score_test(self) -> dict[str, Tensor]:
         """Score the deployed models on the test rows and add that to the metrics."""
-        scores = self.fed.score(self.personal.to(self.fed.device), "test")
+        scores = self.fed.score(moved(self.personal, self.fed.device), "test")
         self.history.add(self.deployed_round, "test", scores)
         return {name: value.cpu() for name, value in scores.items()}
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.federation.federation import Federation
+from coterie.models.shared import picked
 from coterie.runtime import messages, wire
 from coterie.runtime.shard import Shard
 from coterie.runtime.visits import Answer, Call, Visits
@@ -75,7 +76,7 @@ class Nodes:
         return self._ask(call, visits, welcome, False, split)
 
     def score(self, weights: Tensor, split: str) -> dict[str, Tensor]:
-        parts = [node.shard.score(weights[node.shard.ids], split) for node in self.nodes]
+        parts = [node.shard.score(picked(weights, node.shard.ids), split) for node in self.nodes]
         order = torch.cat([node.shard.ids for node in self.nodes]).argsort()
         return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 

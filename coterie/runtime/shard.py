@@ -24,6 +24,7 @@ from coterie.models import span
 from coterie.models.base import Model
 from coterie.models.descent import Descent
 from coterie.models.metrics import metrics
+from coterie.models.shared import joined
 from coterie.models.unwritten import written_out
 from coterie.runtime.draws import Draws
 from coterie.runtime.early import Early
@@ -349,7 +350,7 @@ class Shard:
             return Answer(parts[0], goods[0])
         if not parts:
             return Answer({})
-        join = torch.stack if self.loop else torch.cat
+        join = torch.stack if self.loop else joined
         named = {name: join([part[name] for part in parts]) for name in parts[0]}
         if all(good is None for good in goods):
             return Answer(named)
