@@ -8,7 +8,7 @@ Backwards, with d the slope in z, which goes to the first of the largest, and av
 
     du = (weight d - avg(weight d) - xhat avg(weight d xhat)) / s.
 
-Torch and its compiler pass over the images nine times for this; here every pass is one of two, forwards and backwards.
+Torch's compiler passes over the images three times forwards and four backwards; here it is twice and twice.
 Images are [rows, channels, height, width] with channels last in memory. Sums are float32, in a fixed order.
 """
 

@@ -1,0 +1,138 @@
+"""Norm, rectifier and pool as one operation, against torch's own in float64; without a GPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coterie import models
+from coterie.models import normalise, zoo
+
+# rows, channels, groups, height, width, pool
+SHAPES = [
+    (3, 64, 16, 8, 8, True),
+    (2, 128, 32, 6, 10, True),
+    (2, 64, 16, 5, 7, False),
+    (3, 256, 32, 4, 4, False),
+    (2, 512, 32, 4, 4, True),
+    (4, 32, 1, 4, 6, True),
+    (260, 64, 16, 12, 12, False),  # several tiles, and channels enough for wide programs
+]
+
+
+def reference(u: Tensor, bias: Tensor, weight: Tensor, shift: Tensor, groups: int, pool: bool) -> Tensor:
+    values = functional.relu(functional.group_norm(u + bias[:, None, None], groups, weight, shift, 1e-5))
+    return functional.max_pool2d(values, 2) if pool else values
+
+
+def check(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n, channels, groups, height, width, pool in SHAPES:
+        u = (2 * torch.randn(n, channels, height, width, generator=generator) + 0.7).to(
+            device, torch.bfloat16
+        )
+        own = torch.randn(3, channels, generator=generator).to(device)
+        inputs = [u.contiguous(memory_format=torch.channels_last), 3 * own[0], own[1], own[2]]
+        inputs = [part.clone().requires_grad_() for part in inputs]
+        found = normalise.normalised(*inputs, groups, 1e-5, pool)
+        exact = [part.detach().double().requires_grad_() for part in inputs]
+        wanted = reference(*exact, groups, pool)
+        assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
+        near(found, wanted, 0.004)
+        slope = torch.randn(found.shape, generator=generator).to(device, torch.bfloat16)
+        slopes = torch.autograd.grad(found, inputs, slope)
+        expected = torch.autograd.grad(wanted, exact, slope.double())
+        near(slopes[0], expected[0], 0.004)  # rounded to bfloat16
+        for mine, theirs in zip(slopes[1:], expected[1:], strict=True):
+            near(mine, theirs, 1e-5)  # sums are not
+    broken = torch.full((2, 32, 4, 4), torch.nan, device=device, dtype=torch.bfloat16)
+    ones = torch.ones(32, device=device)
+    assert normalise.normalised(broken, ones, ones, ones, 8, 1e-5, True).isnan().all()
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_is_what_torch_computes_on_a_gpu() -> None:
+    check("cuda")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_is_what_torch_computes() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_a_network_has_the_gradients_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 3, 32, 32, generator=generator), torch.randint(0, 10, (16,), generator=generator)
+    net = models.resnet9(precision="bf16", classes=10, stacked=False).fit_to(x, y)
+    exact = models.resnet9(classes=10, stacked=False).fit_to(x, y)
+    arguments = tuple(
+        part.cuda() for part in (net.initial(0, torch.float32), x, y, torch.full((16,), 1 / 16))
+    )
+    fused, true = net.grad(*arguments), exact.grad(*arguments)
+    monkeypatch.setattr(normalise, "INSTALLED", False)
+    usual = net.grad(*arguments)
+    assert (fused - true).norm() <= 1.2 * (usual - true).norm()
+
+
+def test_takes_what_its_kernels_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda, device = True, torch.device("cuda")
+
+        def __init__(self, *shape: int) -> None:
+            self.shape = shape
+
+    def takes(channels: int, groups: int, pool: bool, side: int = 8) -> bool:
+        return normalise.takes(OnGpu(4, 3, side, side), channels, groups, pool)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(normalise, "INSTALLED", True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    assert takes(64, 16, True) and takes(512, 32, False) and takes(96, 24, True)
+    assert not takes(48, 12, True)  # channels that do not fill a program
+    assert not takes(96, 8, True)  # groups of twelve
+    assert not takes(64, 16, True, side=7) and takes(64, 16, False, side=7)
+    assert not normalise.takes(torch.zeros(4, 3, 8, 8), 64, 16, False)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
+    assert not takes(64, 16, True)
+
+
+def test_a_block_is_its_layers() -> None:
+    block, x = zoo.Block(3, 8, pool=True), torch.randn(2, 3, 8, 8)
+    layers = nn.Sequential(*block)
+    assert torch.equal(block(x), layers(x)) and torch.equal(block(x, unrolled=True), layers(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_maxima_are_found() -> None:
+    """Compiled code keeps sums unrounded; among them no bfloat16 maximum is found, and 0 / 0 was the gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), zoo.Residual(8), zoo.GlobalMax(), nn.Linear(8, 3))
+    x, parameters = torch.randn(4, 3, 8, 8), list(net.parameters())
+
+    def value() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x).float().square().sum()
+
+    plain = torch.autograd.grad(value(), parameters)
+    compiled = torch.autograd.grad(torch.compile(value)(), parameters)
+    for mine, theirs in zip(compiled, plain, strict=True):
+        assert (mine - theirs).norm() <= 0.3 * theirs.norm()  # NaN is not
+
+
+if __name__ == "__main__":
+    check("cpu")
