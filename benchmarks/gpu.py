@@ -138,7 +138,10 @@ def main() -> None:
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
         if arguments.json:
             arguments.json.write_text(
-                json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lines": found}, indent=2)
+                json.dumps(
+                    {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lines": found},
+                    indent=2,
+                )
                 + "\n"
             )
 
