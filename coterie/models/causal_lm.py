@@ -221,7 +221,10 @@ class CausalLM(Model):
     def _pieces(
         self, w: Tensor, x: Tensor, share: Tensor, kept: float = 1.0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows in equal shares that fit in memory, or of `micro_batch` rows."""
+        """Rows in equal shares that fit in memory, or so many as need no more of it than `micro_batch` in a gradient.
+
+        `kept` is what stays in memory of a row, in parts of what a gradient keeps.
+        """
         count = len(x)
         if count == 0:
             return
@@ -232,7 +235,7 @@ class CausalLM(Model):
             limit = max(1, int(room / (kept * self.adapted.bytes_per_token() * x.shape[1])))
             size = -(-count // -(-count // limit))
         else:
-            size = self.micro_batch
+            size = max(1, int(self.micro_batch / kept))
         yield from zip(x.split(size), share.split(size), strict=True)
 
     def _counted(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,12 @@ INSTALLED = importlib.util.find_spec("triton") is not None  # comes with torch f
 
 def takes(x: Tensor, channels: int, groups: int, pool: bool) -> bool:
     """Whether images on their way to so many channels can be normalised here."""
+    if not (INSTALLED and x.is_cuda and torch.is_autocast_enabled("cuda")):
+        return False
     size = channels // groups
     fits = channels % 32 == 0 and size <= 32 and size & (size - 1) == 0
     even = not pool or (x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0)
-    lowered = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype("cuda") == torch.bfloat16
-    return INSTALLED and x.is_cuda and fits and even and lowered
+    return fits and even and torch.get_autocast_dtype("cuda") == torch.bfloat16
 
 
 def normalised(
