@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from coterie import Federation, fit, models
 from coterie.algorithms import make
 from coterie.federation.build import from_rows
+from coterie.federation.state import State
+from coterie.models.network import Network
 from coterie.models.shared import is_shared, joined, kept, moved, picked
+from coterie.runtime.shard import Shard
 
 
 def federation(model: object = None) -> Federation:
@@ -47,3 +51,26 @@ def test_a_run_holds_one_model_for_everybody(model: object) -> None:
 def test_personal_models_are_everybodys_own() -> None:
     run = fit(federation(), make("ditto", batch=4), 3)
     assert not is_shared(run.personal) and len(run.personal.unique(dim=0)) == 6
+
+
+def test_it_is_written_out_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for clients of different sizes, nor for stacks that are computed one after the other."""
+    scored = []
+    measure = Network.measure
+
+    def watched(self: Network, w: Tensor, *rows: Tensor) -> dict[str, Tensor]:
+        scored.append(len(w) == 1 or is_shared(w))
+        return measure(self, w, *rows)
+
+    monkeypatch.setattr(Network, "measure", watched)
+    monkeypatch.setattr(Shard, "stack_size", lambda self, batch: 4)
+    run = fit(federation(), make("fedavg", batch=4), 3)
+    assert len(scored) > 4 and all(scored) and is_shared(run.personal)
+
+
+def test_it_does_not_change_with_the_state() -> None:
+    fed, algorithm = federation(), make("fedavg", batch=4)
+    state = State(x=fed.initial_model())
+    personal = fed.personal(algorithm, state)
+    state.x.zero_()
+    assert personal.abs().sum() > 0
