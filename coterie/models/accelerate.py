@@ -91,7 +91,7 @@ def _agree(fast: Gradient, plain: Gradient, exact: Gradient, w: Tensor, *rows: T
             warnings.simplefilter("ignore")
             found = slope(fast)
     except Exception as problem:  # a compiler fails in ways of its own
-        warnings.warn(f"torch.compile failed and is not used: {_first_line(problem)}", stacklevel=4)
+        warnings.warn(f"torch.compile failed and is not used: {first_line(problem)}", stacklevel=4)
         return False
     true = slope(exact)
     wrong, usual = ((part - true).norm() / true.norm().clamp_min(1e-30) for part in (found, slope(plain)))
@@ -105,7 +105,8 @@ def _agree(fast: Gradient, plain: Gradient, exact: Gradient, w: Tensor, *rows: T
     return True
 
 
-def _first_line(problem: Exception) -> str:
+def first_line(problem: Exception) -> str:
+    """What kind of problem, and the beginning of what it says."""
     return f"{type(problem).__name__}: {str(problem).strip().splitlines()[0] if str(problem).strip() else ''}"
 
 

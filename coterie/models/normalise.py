@@ -14,11 +14,15 @@ Images are [rows, channels, height, width] with channels last in memory. Sums ar
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from coterie.models.accelerate import first_line
 
 INSTALLED = importlib.util.find_spec("triton") is not None  # comes with torch for GPUs on Linux
 
@@ -30,7 +34,22 @@ def takes(x: Tensor, channels: int, groups: int, pool: bool) -> bool:
     size = channels // groups
     fits = channels % 32 == 0 and size <= 32 and size & (size - 1) == 0
     even = not pool or (x.shape[-2] % 2 == 0 and x.shape[-1] % 2 == 0)
-    return fits and even and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    lowered = torch.get_autocast_dtype("cuda") == torch.bfloat16
+    return fits and even and lowered and (torch.compiler.is_compiling() or _works(x.device))
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Triton needs a C compiler and a GPU that it knows; where it fails torch's own operations are used."""
+    u = torch.ones(1, 32, 2, 2, device=device, dtype=torch.bfloat16)
+    ones = torch.ones(32, device=device)
+    try:
+        y, moments = _normalise(u, ones, ones, ones, 8, 1e-5, True)
+        _normalise_backward(y, u, moments, ones, ones, 8, True)
+    except Exception as problem:  # a compiler fails in ways of its own
+        warnings.warn(f"{first_line(problem)}; without Triton norms on this GPU are slower", stacklevel=3)
+        return False
+    return True
 
 
 def normalised(

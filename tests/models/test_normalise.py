@@ -6,12 +6,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
+import unittest.mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import coterie.models
 from coterie import models
 from coterie.models import normalise, zoo
 
@@ -52,6 +55,7 @@ def check(device: str) -> None:
         near(slopes[0], expected[0], 0.004)  # rounded to bfloat16
         for mine, theirs in zip(slopes[1:], expected[1:], strict=True):
             near(mine, theirs, 1e-5)  # sums are not
+    assert normalise._works(torch.device(device))
     broken = torch.full((2, 32, 4, 4), torch.nan, device=device, dtype=torch.bfloat16)
     ones = torch.ones(32, device=device)
     assert normalise.normalised(broken, ones, ones, ones, 8, 1e-5, True).isnan().all()
@@ -99,6 +103,7 @@ def test_takes_what_its_kernels_can(monkeypatch: pytest.MonkeyPatch) -> None:
         return normalise.takes(OnGpu(4, 3, side, side), channels, groups, pool)  # type: ignore[arg-type]
 
     monkeypatch.setattr(normalise, "INSTALLED", True)
+    monkeypatch.setattr(normalise, "_works", lambda device: True)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
     assert takes(64, 16, True) and takes(512, 32, False) and takes(96, 24, True)
@@ -108,6 +113,18 @@ def test_takes_what_its_kernels_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not normalise.takes(torch.zeros(4, 3, 8, 8), 64, 16, False)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float16)
     assert not takes(64, 16, True)
+
+
+def test_without_a_working_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = types.ModuleType("normalise_kernels")
+    kernels.forward = unittest.mock.Mock(side_effect=RuntimeError("no C compiler\nlong story"))  # type: ignore[attr-defined]
+    monkeypatch.setattr(coterie.models, "normalise_kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "coterie.models.normalise_kernels", kernels)
+    normalise._works.cache_clear()
+    with pytest.warns(UserWarning, match="RuntimeError: no C compiler; without Triton"):
+        assert not normalise._works(torch.device("cpu"))
+    assert not normalise._works(torch.device("cpu"))  # asked once
+    normalise._works.cache_clear()
 
 
 def test_a_block_is_its_layers() -> None:
