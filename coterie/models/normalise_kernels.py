@@ -61,8 +61,7 @@ def backward(
     """Writes du and, for each row and channel, what it adds to the slopes of bias, weight and shift."""
     n, channels, height, width = u.shape
     across = _channels(n, channels)
-    kernel = _backward_pooled if pool else _backward
-    kernel[(n, channels // across)](
+    _backward[(n, channels // across)](
         slope,
         u,
         moments,
@@ -77,6 +76,7 @@ def backward(
         GROUP=channels // groups,
         ROWS=_rows(VALUES // (4 if pool else 2) // across, height * width // (4 if pool else 1)),
         CHANNELS=across,
+        POOL=pool,
         num_warps=WARPS,
     )
 
@@ -93,10 +93,16 @@ def _rows(most: int, there: int) -> int:
 
 @triton.jit
 def _over_groups(sums, GROUP: tl.constexpr, CHANNELS: tl.constexpr):
-    """Every channel's sum [CHANNELS] replaced by that of its group."""
-    parts = tl.reshape(sums, (CHANNELS // GROUP, GROUP))
-    whole = tl.sum(parts, 1)
-    return tl.reshape(tl.broadcast_to(whole[:, None], (CHANNELS // GROUP, GROUP)), (CHANNELS,))
+    """Every channel's sum [1, CHANNELS] replaced by that of its group."""
+    whole = tl.sum(tl.reshape(sums, (CHANNELS // GROUP, GROUP)), 1)
+    return tl.reshape(tl.broadcast_to(whole[:, None], (CHANNELS // GROUP, GROUP)), (1, CHANNELS))
+
+
+@triton.jit
+def _rows_at(first, size, channels, ROWS: tl.constexpr):
+    """Where values lie, and which there are."""
+    at = first + tl.arange(0, ROWS)
+    return at[:, None] * channels, (at < size)[:, None]
 
 
 @triton.jit
@@ -133,130 +139,45 @@ def _forward(
     POOL: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    image = u + n * size * channels + c[None, :]
-    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    k = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    image = u + n * size * channels + k[None, :]
+    plain = tl.zeros([ROWS, CHANNELS], tl.float32)
     squares = tl.zeros([ROWS, CHANNELS], tl.float32)
     for first in range(0, size, ROWS):
-        at = first + tl.arange(0, ROWS)
-        value = _values(image + at[:, None] * channels, (at < size)[:, None])
-        total += value
+        at, inside = _rows_at(first, size, channels, ROWS)
+        value = _values(image + at, inside)
+        plain += value
         squares += value * value
-    own = tl.sum(total, 0)
-    added = tl.load(bias + c).to(tl.float32)
-    count = size * GROUP
-    mean = _over_groups(own + size * added, GROUP, CHANNELS) / count
-    square = _over_groups(tl.sum(squares, 0) + added * (2 * own + size * added), GROUP, CHANNELS) / count
-    rstd = 1 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+
+    total, count = tl.sum(plain, 0)[None, :], size * GROUP
+    added = tl.load(bias + k).to(tl.float32)[None, :]
+    square = tl.sum(squares, 0)[None, :] + added * (2 * total + size * added)
+    mean = _over_groups(total + size * added, GROUP, CHANNELS) / count
+    variance = _over_groups(square, GROUP, CHANNELS) / count - mean * mean
+    rstd = 1 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
     centre = mean - added
-    tl.store(moments + n * channels + c, centre)
-    tl.store(moments + step + n * channels + c, rstd)
-    tl.store(moments + 2 * step + n * channels + c, (own - size * centre) * rstd)
-    scale = (tl.load(weight + c).to(tl.float32) * rstd)[None, :]
-    level = tl.load(shift + c).to(tl.float32)[None, :] - centre[None, :] * scale
+    own = (n * channels + k)[None, :]
+    tl.store(moments + own, centre)
+    tl.store(moments + step + own, rstd)
+    tl.store(moments + 2 * step + own, (total - size * centre) * rstd)
+    scale = tl.load(weight + k).to(tl.float32)[None, :] * rstd
+    level = tl.load(shift + k).to(tl.float32)[None, :] - centre * scale
+
     if POOL:
-        result = y + n * (size // 4) * channels + c[None, :]
+        result = y + n * (size // 4) * channels + k[None, :]
         for first in range(0, size // 4, SQUARES):
             at, corner, inside = _corners(first, size, width, channels, SQUARES)
-            best = _values(image + corner, inside) * scale + level
-            best = tl.maximum(best, _values(image + corner + channels, inside) * scale + level)
-            best = tl.maximum(best, _values(image + corner + width * channels, inside) * scale + level)
-            best = tl.maximum(best, _values(image + corner + (width + 1) * channels, inside) * scale + level)
-            tl.store(result + at, tl.where(best < 0, 0.0, best).to(y.dtype.element_ty), mask=inside)
+            z = _values(image + corner, inside) * scale + level
+            z = tl.maximum(z, _values(image + corner + channels, inside) * scale + level)
+            z = tl.maximum(z, _values(image + corner + width * channels, inside) * scale + level)
+            z = tl.maximum(z, _values(image + corner + (width + 1) * channels, inside) * scale + level)
+            tl.store(result + at, tl.where(z < 0, 0.0, z).to(y.dtype.element_ty), mask=inside)
     else:
-        result = y + n * size * channels + c[None, :]
+        result = y + n * size * channels + k[None, :]
         for first in range(0, size, ROWS):
-            at = first + tl.arange(0, ROWS)
-            inside = (at < size)[:, None]
-            z = _values(image + at[:, None] * channels, inside) * scale + level
-            tl.store(
-                result + at[:, None] * channels,
-                tl.where(z < 0, 0.0, z).to(y.dtype.element_ty),
-                mask=inside,
-            )
-
-
-@triton.jit
-def _averages(
-    plain,
-    along,
-    n,
-    c,
-    moments,
-    weight,
-    sums,
-    step,
-    size,
-    channels,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """avg(weight d) and avg(weight d xhat) from the sums of d and d xhat; what they add to slopes is written."""
-    rstd = tl.load(moments + step + n * channels + c)
-    hats = tl.load(moments + 2 * step + n * channels + c)
-    gain = tl.load(weight + c).to(tl.float32)
-    first = _over_groups(gain * plain, GROUP, CHANNELS) / (size * GROUP)
-    second = _over_groups(gain * along, GROUP, CHANNELS) / (size * GROUP)
-    tl.store(sums + n * channels + c, rstd * (gain * plain - size * first - second * hats))
-    tl.store(sums + step + n * channels + c, along)
-    tl.store(sums + 2 * step + n * channels + c, plain)
-    return first[None, :], second[None, :]
-
-
-@triton.jit
-def _backward(
-    slope,
-    u,
-    moments,
-    weight,
-    shift,
-    du,
-    sums,
-    step,
-    size,
-    width,
-    channels,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    n = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    centre = tl.load(moments + n * channels + c)[None, :]
-    rstd = tl.load(moments + step + n * channels + c)[None, :]
-    gain = tl.load(weight + c).to(tl.float32)[None, :]
-    level = tl.load(shift + c).to(tl.float32)[None, :]
-    offset = n * size * channels + c[None, :]
-    plain = tl.zeros([ROWS, CHANNELS], tl.float32)
-    along = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for first in range(0, size, ROWS):
-        at = first + tl.arange(0, ROWS)
-        inside = (at < size)[:, None]
-        hat = (_values(u + offset + at[:, None] * channels, inside) - centre) * rstd
-        d = tl.where(hat * gain + level > 0, _values(slope + offset + at[:, None] * channels, inside), 0.0)
-        plain += d
-        along += d * hat
-    mean, tilt = _averages(
-        tl.sum(plain, 0),
-        tl.sum(along, 0),
-        n,
-        c,
-        moments,
-        weight,
-        sums,
-        step,
-        size,
-        channels,
-        GROUP,
-        CHANNELS,
-    )
-    for first in range(0, size, ROWS):
-        at = first + tl.arange(0, ROWS)
-        inside = (at < size)[:, None]
-        hat = (_values(u + offset + at[:, None] * channels, inside) - centre) * rstd
-        d = tl.where(hat * gain + level > 0, _values(slope + offset + at[:, None] * channels, inside), 0.0)
-        found = (gain * d - mean - hat * tilt) * rstd
-        tl.store(du + offset + at[:, None] * channels, found.to(du.dtype.element_ty), mask=inside)
+            at, inside = _rows_at(first, size, channels, ROWS)
+            z = _values(image + at, inside) * scale + level
+            tl.store(result + at, tl.where(z < 0, 0.0, z).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -280,12 +201,13 @@ def _square(image, corner, inside, width, channels, centre, rstd, gain, level):
 
 @triton.jit
 def _put(at, inside, hat, chosen, d, mean, tilt, gain, rstd):
+    """du, where d is the slope of what was chosen."""
     found = (gain * tl.where(chosen, d, 0.0) - mean - hat * tilt) * rstd
     tl.store(at, found.to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward_pooled(
+def _backward(
     slope,
     u,
     moments,
@@ -300,48 +222,58 @@ def _backward_pooled(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    POOL: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    centre = tl.load(moments + n * channels + k)[None, :]
-    rstd = tl.load(moments + step + n * channels + k)[None, :]
+    own = n * channels + k
+    centre = tl.load(moments + own)[None, :]
+    rstd = tl.load(moments + step + own)[None, :]
     gain = tl.load(weight + k).to(tl.float32)[None, :]
     level = tl.load(shift + k).to(tl.float32)[None, :]
     image = u + n * size * channels + k[None, :]
     written = du + n * size * channels + k[None, :]
-    given = slope + n * (size // 4) * channels + k[None, :]
+    count = size // 4 if POOL else size
+    given = slope + n * count * channels + k[None, :]
     plain = tl.zeros([ROWS, CHANNELS], tl.float32)
     along = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for first in range(0, size // 4, ROWS):
-        at, corner, inside = _corners(first, size, width, channels, ROWS)
-        a, b, c, d, is_a, is_b, is_c, is_d = _square(
-            image, corner, inside, width, channels, centre, rstd, gain, level
-        )
-        passed = tl.where(is_a | is_b | is_c | is_d, _values(given + at, inside), 0.0)
+    for first in range(0, count, ROWS):
+        if POOL:
+            at, corner, inside = _corners(first, size, width, channels, ROWS)
+            a, b, c, d, is_a, is_b, is_c, is_d = _square(
+                image, corner, inside, width, channels, centre, rstd, gain, level
+            )
+            passed = tl.where(is_a | is_b | is_c | is_d, _values(given + at, inside), 0.0)
+            hat = tl.where(is_a, a, tl.where(is_b, b, tl.where(is_c, c, d)))
+        else:
+            at, inside = _rows_at(first, size, channels, ROWS)
+            hat = (_values(image + at, inside) - centre) * rstd
+            passed = tl.where(hat * gain + level > 0, _values(given + at, inside), 0.0)
         plain += passed
-        along += passed * tl.where(is_a, a, tl.where(is_b, b, tl.where(is_c, c, d)))
-    mean, tilt = _averages(
-        tl.sum(plain, 0),
-        tl.sum(along, 0),
-        n,
-        k,
-        moments,
-        weight,
-        sums,
-        step,
-        size,
-        channels,
-        GROUP,
-        CHANNELS,
-    )
-    for first in range(0, size // 4, ROWS):
-        at, corner, inside = _corners(first, size, width, channels, ROWS)
-        a, b, c, d, is_a, is_b, is_c, is_d = _square(
-            image, corner, inside, width, channels, centre, rstd, gain, level
-        )
-        passed = _values(given + at, inside)
-        place = written + corner
-        _put(place, inside, a, is_a, passed, mean, tilt, gain, rstd)
-        _put(place + channels, inside, b, is_b, passed, mean, tilt, gain, rstd)
-        _put(place + width * channels, inside, c, is_c, passed, mean, tilt, gain, rstd)
-        _put(place + (width + 1) * channels, inside, d, is_d, passed, mean, tilt, gain, rstd)
+        along += passed * hat
+
+    total, tilted = tl.sum(plain, 0)[None, :], tl.sum(along, 0)[None, :]
+    mean = _over_groups(gain * total, GROUP, CHANNELS) / (size * GROUP)
+    tilt = _over_groups(gain * tilted, GROUP, CHANNELS) / (size * GROUP)
+    hats = tl.load(moments + 2 * step + own)[None, :]
+    tl.store(sums + own[None, :], rstd * (gain * total - size * mean - tilt * hats))
+    tl.store(sums + step + own[None, :], tilted)
+    tl.store(sums + 2 * step + own[None, :], total)
+
+    for first in range(0, count, ROWS):
+        if POOL:
+            at, corner, inside = _corners(first, size, width, channels, ROWS)
+            a, b, c, d, is_a, is_b, is_c, is_d = _square(
+                image, corner, inside, width, channels, centre, rstd, gain, level
+            )
+            passed = _values(given + at, inside)
+            place = written + corner
+            _put(place, inside, a, is_a, passed, mean, tilt, gain, rstd)
+            _put(place + channels, inside, b, is_b, passed, mean, tilt, gain, rstd)
+            _put(place + width * channels, inside, c, is_c, passed, mean, tilt, gain, rstd)
+            _put(place + (width + 1) * channels, inside, d, is_d, passed, mean, tilt, gain, rstd)
+        else:
+            at, inside = _rows_at(first, size, channels, ROWS)
+            hat = (_values(image + at, inside) - centre) * rstd
+            chosen = hat * gain + level > 0
+            _put(written + at, inside, hat, chosen, _values(given + at, inside), mean, tilt, gain, rstd)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 import unittest.mock
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,38 @@ def test_is_what_torch_computes() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("pool", [True, False])
+@pytest.mark.parametrize("kernel", ["_forward", "_backward"])
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_compiles_for_a_gpu_that_is_not_there(
+    kernel: str, pool: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from coterie.models import normalise_kernels
+
+    function = getattr(normalise_kernels, kernel)
+    names = function.arg_names
+    sizes = {"GROUP": 4, "ROWS": 64, "SQUARES": 32, "CHANNELS": 64, "POOL": pool}
+    kinds = (
+        dict.fromkeys(("u", "y", "slope", "du"), "*bf16")
+        | dict.fromkeys(sizes, "constexpr")
+        | {"eps": "fp32"}
+    )
+    kinds |= dict.fromkeys(("bias", "weight", "shift", "moments", "sums"), "*fp32")
+    source = ASTSource(
+        fn=function,
+        signature={name: kinds.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in sizes.items() if name in names},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert made.asm["cubin"] and "ld.local" not in made.asm["ptx"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
