@@ -53,13 +53,12 @@ def images(clients: int, rows: int, shape: tuple[int, ...], classes: int, model:
 
 def gradients(clients: int, work: float) -> Iterator[dict[str, Any]]:
     """ResNet-9 in bfloat16: the gradients of all clients, each way, and eagerly one after the other."""
-    batch = BATCH
     for way, options in {**WAYS, "looped, eager": {"stacked": False, "compiled": False}}.items():
-        fed = images(clients, batch, (3, 32, 32), 10, models.resnet9(precision="bf16", classes=10, **options))
+        fed = images(clients, BATCH, (3, 32, 32), 10, models.resnet9(precision="bf16", classes=10, **options))
         rows, model = fed.runtime.train, fed.model
         w = fed.initial_model().repeat(clients, 1)
-        x, y = rows.x.view(clients, batch, 3, 32, 32), rows.y.view(clients, batch)
-        weight = torch.full((clients, batch), 1 / batch, device="cuda")
+        x, y = rows.x.view(clients, BATCH, 3, 32, 32), rows.y.view(clients, BATCH)
+        weight = torch.full((clients, BATCH), 1 / BATCH, device="cuda")
         looped = way == "looped, eager"
         compute = model._ways.looped if looped else model.grad  # type: ignore[attr-defined]
         took = seconds(lambda compute=compute, w=w, x=x, y=y, weight=weight: compute(w, x, y, weight))
@@ -72,14 +71,14 @@ def gradients(clients: int, work: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def flops(batch: int = BATCH) -> float:
+def flops() -> float:
     """Of a gradient of ResNet-9."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    x, y = torch.zeros(batch, 3, 32, 32), torch.zeros(batch).long()
+    x, y = torch.zeros(BATCH, 3, 32, 32), torch.zeros(BATCH).long()
     plain = models.resnet9(classes=10, stacked=False).fit_to(x, y)
     with FlopCounterMode(display=False) as counter:
-        plain.grad(plain.initial(0, torch.float32), x, y, torch.full((batch,), 1 / batch))
+        plain.grad(plain.initial(0, torch.float32), x, y, torch.full((BATCH,), 1 / BATCH))
     return float(counter.get_total_flops())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.errors import SettingError
-from coterie.models.accelerate import Replayed
+from coterie.models.accelerate import Replayed, first_line
 from coterie.models.language_weights import quiet, require
 from coterie.models.token_loss import token_losses
 
@@ -188,8 +188,9 @@ class Adapted:
             try:
                 return self._replayed(x, share)
             except RuntimeError as problem:
-                line = (str(problem).strip().splitlines() or [""])[0]
-                warnings.warn(f"no CUDA graph of the gradient, which is slower: {line}", stacklevel=3)
+                warnings.warn(
+                    f"no CUDA graph of the gradient, which is slower: {first_line(problem)}", stacklevel=3
+                )
                 self._replayed = None
         return self._gradient(x, share)
 
@@ -202,10 +203,7 @@ class Adapted:
                 warnings.simplefilter("ignore")
                 found = self._gradient(x, share)
         except Exception as problem:  # a compiler fails in ways of its own
-            line = (str(problem).strip().splitlines() or [""])[0]
-            warnings.warn(
-                f"torch.compile failed and is not used: {type(problem).__name__}: {line}", stacklevel=3
-            )
+            warnings.warn(f"torch.compile failed and is not used: {first_line(problem)}", stacklevel=3)
             return False
         wrong = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
         if not wrong <= ROUNDING.get(self.place[0], 1e-3):

@@ -24,27 +24,9 @@ def forward(
     pool: bool,
 ) -> None:
     """Writes y and moments."""
-    n, channels, height, width = u.shape
-    across = _channels(n, channels)
-    _forward[(n, channels // across)](
-        u,
-        bias,
-        weight,
-        shift,
-        y,
-        moments,
-        eps,
-        n * channels,
-        height * width,
-        width,
-        channels,
-        GROUP=channels // groups,
-        ROWS=_rows(VALUES // across, height * width),
-        SQUARES=_rows(VALUES // 4 // across, height * width // 4),
-        CHANNELS=across,
-        POOL=pool,
-        num_warps=WARPS,
-    )
+    grid, sizes = _sizes(u, groups, pool)
+    tiles = {"ROWS": _rows(VALUES, sizes), "SQUARES": _rows(VALUES // 4, sizes, 4)}
+    _forward[grid](u, bias, weight, shift, y, moments, eps, **sizes, **tiles, num_warps=WARPS)
 
 
 def backward(
@@ -59,36 +41,30 @@ def backward(
     pool: bool,
 ) -> None:
     """Writes du and, for each row and channel, what it adds to the slopes of bias, weight and shift."""
+    grid, sizes = _sizes(u, groups, pool)
+    rows = _rows(VALUES // 4, sizes, 4) if pool else _rows(VALUES // 2, sizes)
+    _backward[grid](slope, u, moments, weight, shift, du, sums, **sizes, ROWS=rows, num_warps=WARPS)
+
+
+def _sizes(u: Tensor, groups: int, pool: bool) -> tuple[tuple[int, int], dict[str, int]]:
+    """Programs, and the sizes that all kernels are told; a program has whole lines of memory if there are enough."""
     n, channels, height, width = u.shape
-    across = _channels(n, channels)
-    _backward[(n, channels // across)](
-        slope,
-        u,
-        moments,
-        weight,
-        shift,
-        du,
-        sums,
-        n * channels,
-        height * width,
-        width,
-        channels,
-        GROUP=channels // groups,
-        ROWS=_rows(VALUES // (4 if pool else 2) // across, height * width // (4 if pool else 1)),
-        CHANNELS=across,
-        POOL=pool,
-        num_warps=WARPS,
-    )
+    wide = channels % 64 == 0 and n * channels >= 64 * PROGRAMS
+    across = 64 if wide else 32
+    return (n, channels // across), {
+        "step": n * channels,
+        "size": height * width,
+        "width": width,
+        "channels": channels,
+        "GROUP": channels // groups,
+        "CHANNELS": across,
+        "POOL": pool,
+    }
 
 
-def _channels(n: int, channels: int) -> int:
-    """Channels of a program: whole lines of memory where there are programs enough."""
-    return 64 if channels % 64 == 0 and n * channels >= 64 * PROGRAMS else 32
-
-
-def _rows(most: int, there: int) -> int:
-    """Rows of a tile: a power of two."""
-    return min(most, triton.next_power_of_2(there))
+def _rows(values: int, sizes: dict[str, int], together: int = 1) -> int:
+    """Rows of a tile, or squares of so many: a power of two, no more than there are."""
+    return min(values // sizes["CHANNELS"], triton.next_power_of_2(sizes["size"] // together))
 
 
 @triton.jit

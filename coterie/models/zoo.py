@@ -260,7 +260,7 @@ class Block(nn.Sequential):
         self.pool = pool
 
     def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
-        convolution, norm = self.parts()
+        convolution, norm = cast(nn.Conv2d, self[0]), cast(GroupNorm, self[1])
         if unrolled or not normalise.takes(x, norm.num_channels, norm.num_groups, self.pool):
             return super().forward(x)
         images, kernel = (
@@ -270,9 +270,6 @@ class Block(nn.Sequential):
         return normalise.normalised(
             images, bias, norm.weight, norm.bias, norm.num_groups, norm.eps, self.pool
         )
-
-    def parts(self) -> tuple[nn.Conv2d, GroupNorm]:
-        return cast(nn.Conv2d, self[0]), cast(GroupNorm, self[1])
 
 
 class Residual(nn.Module):

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import coterie
 from coterie.errors import DataError, SettingError
+from coterie.models.adapted import Adapted
 from coterie.models.causal_lm import CausalLM, causal_lm
 from coterie.models.language_weights import Location, locate
 
@@ -90,6 +91,23 @@ def test_accumulation_and_recomputing_change_nothing(model: CausalLM, tiny: Path
     for options in ({"micro_batch": 1}, {"micro_batch": 4}, {"checkpointing": True}):
         other = causal_lm(tiny, **options).fit_to(x, y)
         assert torch.allclose(other.grad(w, x, y, weight), whole, rtol=1e-9, atol=1e-13), options
+
+
+def test_scores_take_more_rows_at_a_time_than_gradients(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = rows(12)
+    model = causal_lm(tiny, micro_batch=1).fit_to(x, y)
+    taken: list[int] = []
+    value = Adapted.value
+
+    def watched(self: Adapted, x: Tensor, *more: Any, **options: Any) -> Tensor:
+        taken.append(len(x))
+        return value(self, x, *more, **options)
+
+    monkeypatch.setattr(Adapted, "value", watched)
+    w, weight = point(model), torch.full((12,), 1 / 12, dtype=torch.float64)
+    model.loss(w, x, y, weight)
+    model.grad(w, x, y, weight)
+    assert taken == [10, 2, *[1] * 12]
 
 
 def test_recomputing_keeps_less(tiny: Path) -> None:
