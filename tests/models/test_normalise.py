@@ -166,6 +166,19 @@ def test_a_block_is_its_layers() -> None:
     assert torch.equal(block(x), layers(x)) and torch.equal(block(x, unrolled=True), layers(x))
 
 
+def test_unrolled_networks_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vmap and second derivatives have no rule for the operation."""
+    used = unittest.mock.Mock(side_effect=lambda images, *rest: images)
+    monkeypatch.setattr(normalise, "takes", lambda *sizes: True)
+    monkeypatch.setattr(normalise, "normalised", used)
+    net, x = zoo.Blocks(zoo.Block(3, 8), zoo.Residual(8)), torch.randn(2, 3, 8, 8)
+    net(x, unrolled=True)
+    assert used.call_count == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        net(x)
+    assert used.call_count == 3
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_maxima_are_found() -> None:
