@@ -168,6 +168,28 @@ def test_without_weights_the_job_says_what_to_do(tmp_path: Path, monkeypatch: py
     assert load("cobo/languages").plan("cobo").rounds == 274
 
 
+def test_the_papers_size_is_recorded_as_it_is_planned() -> None:
+    """500 iterations of 200 rows; the gradients that were counted are those that CoBo's draws of pairs ask for."""
+    plan = load("cobo/languages-full").plan("cobo")
+    assert (plan.rounds, plan.data["batch"], plan.data["context"], plan.model["micro_batch"]) == (
+        500,
+        200,
+        512,
+        25,
+    )
+    record = json.loads((ROOT / "experiments" / "results" / "cobo-languages" / "runs.json").read_text())
+    (run,) = (run for run in record["runs"] if run["run"] == "cobo, the paper's size")
+    assert (run["rounds"], run["batch"], run["settings"]) == (500, 200, plan.settings)
+    fed = coterie.Federation.from_arrays(
+        torch.ones(4, 3, 1), torch.ones(4, 3), coterie.models.linear(), seed=run["seed"]
+    )
+    settings = {name: value for name, value in plan.settings.items() if name != "method"}
+    cobo = make("cobo", **settings)
+    pairs = sum(len(i) for t in range(1, 501) for i, _ in cobo.pairs(fed, t, None))
+    assert run["gradients"] == 500 * 4 + 2 * pairs
+    assert run["seconds"] < run["seconds_with_start"] < 25 * 60
+
+
 def test_one_job_needs_neither_polars_nor_rich() -> None:
     """What runs on a machine with torch, transformers and peft only."""
     code = (
