@@ -81,7 +81,7 @@ def words(run: RunFacts) -> str:
         )
     elif not clusters and mixes is None:
         models = run.personal
-        if models is not None and (models == models[:1]).all():
+        if models is not None and _is_one(models):
             sentences.append("All clients use one and the same model, so there is no map to draw.")
         elif _alike(run) is None:
             sentences.append("There is no map: the models are too large to compare here, or not finite.")
@@ -93,10 +93,14 @@ def words(run: RunFacts) -> str:
     return " ".join(sentences)
 
 
+def _is_one(models: np.ndarray) -> bool:
+    return models.strides[0] == 0 or bool((models == models[:1]).all())
+
+
 def _alike(run: RunFacts) -> np.ndarray | None:
     """1 for equal models, 0 for the pair that differs most; None where all are equal or too large to read."""
     models = run.personal
-    if models is None or len(models) < 2:
+    if models is None or len(models) < 2 or _is_one(models):
         return None
     squares = (models**2).sum(1)
     distance = np.sqrt(np.maximum(squares[:, None] + squares - 2 * models @ models.T, 0))

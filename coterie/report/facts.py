@@ -13,6 +13,7 @@ import numpy as np
 
 from coterie.errors import RunError
 from coterie.models.metrics import MAIN
+from coterie.models.shared import is_shared
 from coterie.runs import files
 from coterie.runs.folder import RESULT, RunFolder
 from coterie.runs.roster import Roster
@@ -151,8 +152,12 @@ class RunFacts:
         path = self.folder / "models" / "models.safetensors"
         if not path.exists() or path.stat().st_size > LARGEST_MODELS:
             return None
-        models = files.read_tensors(path)[0]["personal"].double().numpy()
-        return models if len(models) == len(self.names) else None
+        models = files.read_tensors(path)[0]["personal"]
+        if len(models) != len(self.names):
+            return None
+        if is_shared(models):
+            return np.broadcast_to(models[0].double().numpy(), models.shape)
+        return models.double().numpy()
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFacts]:

@@ -12,6 +12,7 @@ from coterie.errors import RunError
 from coterie.federation.federation import Federation
 from coterie.federation.ledger import Entry
 from coterie.federation.state import State
+from coterie.models.shared import moved
 from coterie.runs import files
 from coterie.runs.history import History
 
@@ -83,7 +84,7 @@ def load(folder: Path, fed: Federation) -> Progress | None:
             f"delete {folder} to start this run again from round 0."
         )
     tensors, note = files.read_tensors(path)
-    tensors = {name: value.to(fed.device) for name, value in tensors.items()}
+    tensors = {name: moved(value, fed.device) for name, value in tensors.items()}
     fed.runtime.restore(_under("store.", tensors))
     fed.restore_begun(tensors["begun"])
     fed.model.measured().update(note["decisions"])

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from coterie.errors import RunError
+from coterie.models.shared import is_shared
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
@@ -70,12 +71,18 @@ def read_json(path: Path) -> Any:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], note: dict[str, Any] | None = None) -> None:
-    """Safetensors with an optional JSON note in its header."""
+    """Safetensors with an optional JSON note in its header.
+
+    A stack whose rows are all one, such as FedAvg's models, is written as that row; the header says how many there are.
+    """
     from safetensors.torch import save_file
 
-    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    metadata = {"note": json.dumps(note)} if note is not None else None
-    write_with(path, lambda temporary: save_file(plain, temporary, metadata=metadata))
+    shared = {name: len(value) for name, value in tensors.items() if is_shared(value)}
+    rows = {name: value[:1] if name in shared else value for name, value in tensors.items()}
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in rows.items()}
+    notes = {"note": note, "shared": shared or None}
+    metadata = {name: json.dumps(value) for name, value in notes.items() if value is not None}
+    write_with(path, lambda temporary: save_file(plain, temporary, metadata=metadata or None))
 
 
 def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -86,12 +93,17 @@ def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Ten
         raise RunError(f"{path} is damaged: it does not match its recorded hash. Restore it from a copy.")
     try:
         with safe_open(path, framework="pt") as stream:
-            note = json.loads((stream.metadata() or {}).get("note", "{}"))
-            return {name: stream.get_tensor(name) for name in stream.keys()}, note
+            header = stream.metadata() or {}
+            note, shared = (json.loads(header.get(name, "{}")) for name in ("note", "shared"))
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}
     except FileNotFoundError:
         raise RunError(f"{path} does not exist") from None
     except (SafetensorError, json.JSONDecodeError, OSError) as problem:
         raise RunError(f"{path} is damaged ({problem})") from None
+    stacks = {
+        name: tensors[name][0].expand(count, *tensors[name].shape[1:]) for name, count in shared.items()
+    }
+    return tensors | stacks, note
 
 
 def sha256(path: Path) -> str:

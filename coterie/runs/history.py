@@ -71,7 +71,7 @@ class History:
     def traces(self, clients: int) -> dict[str, Tensor]:
         """Observed values that are not metrics, as `name.round`."""
         return {
-            f"{metric}.{t}": value
+            f"{metric}.{t}": value.contiguous()
             for t, _, metric, value in self.blocks
             if value.dim() > 0 and value.shape != (clients,)
         }

@@ -127,11 +127,11 @@ class Predictor:
 
     def _scores(self, rows: Tensor, x: Tensor) -> Tensor:
         """Scores of each row by the model at its place (the last place is the common model)."""
-        weights = torch.cat([self.personal, self.common.unsqueeze(0)])
         scores: Tensor | None = None
-        for place in rows.unique():
+        for place in rows.unique().tolist():
             mine = rows == place
-            part = self.model.scores(weights[place], x[mine])
+            w = self.personal[place] if place < len(self.personal) else self.common
+            part = self.model.scores(w, x[mine])
             scores = part.new_empty((len(rows), part.shape[-1])) if scores is None else scores
             scores[mine] = part
         assert scores is not None
