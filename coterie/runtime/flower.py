@@ -5,7 +5,6 @@ The app bundle names `coterie.runtime.flower:server` and `...:client` and holds 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 import warnings
@@ -22,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from coterie.errors import RunError
 from coterie.runtime import keys
 from coterie.runtime.flower_link import OPERATOR_HEADER, leave_with_parent
-from coterie.runtime.flower_node import BYTES, KIND, PARCEL, content, reply_to
+from coterie.runtime.flower_node import BYTES, KIND, PARCEL, content, pulled, reply_to
 from coterie.runtime.post import Undelivered
 
 client = ClientApp()
@@ -65,8 +64,6 @@ def main(grid: Grid, context: Context) -> None:
     from coterie.runs.federate_job import work
 
     leave_with_parent()
-    # Flower waits a second for parts of a message that are on their way; ours are small and there in a moment.
-    http_grid.pull_objects = functools.partial(http_grid.pull_objects, initial_backoff=0.02)
     for job in str(context.run_config["jobs"]).splitlines():
         work(Path(job), FlowerCarrier(grid))
 
@@ -99,8 +96,10 @@ class FlowerCarrier:
                 tickets[name], self._to[ticket] = ticket, ids[name]
         return tickets
 
-    def fetch(self, tickets: Collection[str]) -> dict[str, bytes | Undelivered]:
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
         found: dict[str, bytes | Undelivered] = {}
+        end = time.monotonic() + wait
+        http_grid.pull_objects = lambda **parts: pulled(**parts, wait=end - time.monotonic())
         for message in self.grid.pull_messages(list(tickets)):
             ticket = message.metadata.reply_to_message_id
             asked = self._to.pop(ticket, None)

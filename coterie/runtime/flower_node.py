@@ -172,17 +172,13 @@ class Fleet:
             make_confirm_message_received_fn_protobuf,
             make_pull_object_fn_protobuf,
         )
-        from flwr.supercore.inflatable.inflatable_utils import (
-            ObjectPullError,
-            inflate_object_from_contents,
-            pull_objects,
-        )
+        from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
 
         about = message_from_proto(announced).metadata
         pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, about.run_id)
         ids = [part.object_id for part in iterate_object_tree(tree)]
         try:
-            parts = pull_objects(ids, pull_object_fn=pull, initial_backoff=0.02)
+            parts = pulled(ids, pull, about.ttl)
         except ObjectPullError:
             return None
         confirm = make_confirm_message_received_fn_protobuf(
@@ -222,6 +218,23 @@ class Fleet:
             for name, part in get_all_nested_objects(reply).items():
                 if name in wanted:
                     push(name, part.deflate())
+
+
+def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: float) -> dict[str, bytes]:
+    """Parts of a message; those on their way are waited for so many seconds.
+
+    Flower by itself looks again after a second, and for three minutes where a sender has stopped in the middle.
+    """
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+    return pull_objects(
+        object_ids,
+        pull_object_fn,
+        max_time=wait,
+        max_tries_per_object=None,
+        initial_backoff=0.02,
+        backoff_cap=0.25,
+    )
 
 
 PARCEL, BYTES, KIND = "coterie", "message", "query"

@@ -27,8 +27,8 @@ class Carrier(Protocol):
     def send(self, letters: Mapping[str, bytes], lasts: float) -> dict[str, str]:
         """Post a letter to each of some nodes; a ticket for each that could be posted."""
 
-    def fetch(self, tickets: Collection[str]) -> dict[str, bytes | Undelivered]:
-        """The answers that have come so far, by ticket."""
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+        """The answers that have come so far, by ticket; one on its way is waited for, `wait` seconds at most."""
 
 
 @dataclass
@@ -55,10 +55,15 @@ class Desk:
         answers: dict[str, Any] = {name: Late("is not signed in") for name in letters if name not in tickets}
         end, pause = time.monotonic() + limit, POLL[0]
         while waiting:
-            for ticket, content in self.carrier.fetch(list(waiting)).items():
+            began = time.monotonic()
+            for ticket, content in self.carrier.fetch(list(waiting), max(0.0, end - began)).items():
+                if isinstance(content, Undelivered) and time.monotonic() >= end:
+                    continue
                 name = waiting.pop(ticket)
                 answers[name] = self.read(content, nonces[name])
-            if not waiting or time.monotonic() >= end:
+            if (
+                not waiting or began >= end
+            ):  # a last look, for who answered while another's answer was waited for
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, POLL[1])

@@ -25,6 +25,7 @@ from coterie.runtime.visits import Answer, Call, Visits
 
 PATIENCE = 120.0  # seconds for a node to read its table
 HELLO_LASTS = 1800.0  # seconds a greeting waits for a node that is away
+HELLO_WAITS = 1.0  # seconds between rounds for an answer to a greeting that is on its way
 
 
 @dataclass
@@ -177,7 +178,8 @@ class Remote:
             return []
         tickets = {place.greeting: place for place in away if place.greeting is not None}
         back = []
-        for ticket, content in (self.desk.carrier.fetch(list(tickets)) if tickets else {}).items():
+        replies = self.desk.carrier.fetch(list(tickets), HELLO_WAITS) if tickets else {}
+        for ticket, content in replies.items():
             place = tickets[ticket]
             place.greeting = None
             reply = self.desk.read(content, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import polars
@@ -30,8 +31,9 @@ THREE = EVERYBODY[:3]
 
 def same_models(live: Live, job: Any, here: Any, nodes: Any, tolerance: float = 1e-12) -> None:
     there = live.models(job, nodes)
-    for k, name in enumerate(here.fed.names):
-        assert float((there[name] - here.personal[k]).abs().max()) <= tolerance, name
+    assert there.keys() == {name for node in nodes for name in live.folder.nodes[node]}
+    for name, model in there.items():
+        assert float((model - here.personal[here.fed.names.index(name)]).abs().max()) <= tolerance, name
 
 
 class InOrder:
@@ -103,19 +105,73 @@ def test_a_slow_node_is_not_waited_for_beyond_the_deadline(live: Live, absent_in
     algorithm = make("fedavg", lr=0.1, batch=4)
     job = live.job("slow", algorithm, 30, deadline=3.0)
     late = noted(job, "n1 is left out: no answer within 3 s")
-    live.run(
-        job,
-        watch=InOrder(
-            (reached(3), lambda: live.kill("n1", signal.SIGSTOP)),
-            (late, lambda: live.kill("n1", signal.SIGCONT)),
-        ),
-    )
+    try:
+        live.run(
+            job,
+            watch=InOrder(
+                (reached(3), lambda: live.kill("n1", signal.SIGSTOP)),
+                (late, lambda: live.kill("n1", signal.SIGCONT)),
+            ),
+        )
+    finally:
+        live.kill("n1", signal.SIGCONT)
     missed = live.missed(job)
     assert late({})
     own = set(live.folder.nodes["n1"])
     assert own <= {name for _, name in missed} and max(t for t, name in missed if name in own) < 30
     assert live.result(job)["lost_rounds"] == 0
     same_models(live, job, fit(absent_in(live.local(), missed), algorithm, 30, evaluate_every=0), THREE)
+
+
+@contextmanager
+def instead_of(live: Live, name: str, script: str) -> Iterator[None]:
+    """A node whose process runs this instead of `coterie federate node`."""
+    live.kill(name)
+    address = f"127.0.0.1:{live.folder.port}"
+    live.start(name, [sys.executable, "-c", textwrap.dedent(script), str(live.table(name).parent), address])
+    try:
+        yield
+    finally:
+        live.kill(name)
+        live.start_node(name)
+
+
+HALTING = """
+    import sys, time
+    from pathlib import Path
+    from flwr.supercore.inflatable import inflatable_protobuf_utils as parts
+    from coterie.runs import federate
+    from coterie.runs.site import Site
+    from coterie.runtime import wire
+    from coterie.runtime.flower_node import Link
+    folder, address, asked = Path(sys.argv[1]), sys.argv[2], []
+    site = Site(folder / "rows.parquet", federate.keys.private_folder(folder / "halting"))
+    def answer(message):
+        asked.append(wire.decode(message)[0].get("phase"))
+        return site.answer(message)
+    make = parts.make_push_object_fn_protobuf
+    def halting(*about):
+        if asked[-1:] == ["train"] and asked.count("train") == 3:
+            time.sleep(9)
+        return make(*about)
+    parts.make_push_object_fn_protobuf = halting
+    Link(address, folder / "node.key", folder / "ca.crt", print).serve(answer)
+"""
+
+
+def test_a_node_that_halts_in_the_middle_of_an_answer_is_not_waited_for(live: Live, absent_in: Any) -> None:
+    """Flower has the head of the answer and would wait three minutes for the rest; the others are not lost by that."""
+    algorithm = make("fedavg", lr=0.1, batch=4)
+    job = live.job("halting", algorithm, 20, deadline=3.0)
+    with instead_of(live, "n1", HALTING):
+        live.run(job)
+    missed = live.missed(job)
+    assert {name for _, name in missed} == set(live.folder.nodes["n1"]) and min(t for t, _ in missed) == 3
+    assert any("n1 is left out: no answer within 3 s" in line for line in federate.notes(job))
+    assert live.result(job)["lost_rounds"] == 0 and live.result(job)["seconds"] < 60
+    same_models(
+        live, job, fit(absent_in(live.local(), missed), algorithm, 20, evaluate_every=0), ("n0", "n2")
+    )
 
 
 def test_a_node_that_joins_late_takes_part(live: Live) -> None:
@@ -168,22 +224,14 @@ ROGUE = """
 
 def test_a_node_that_answers_garbage_is_left_out_by_name(live: Live, absent_in: Any) -> None:
     """NaN, wrong shapes, huge numbers, megabytes, cut and foreign bytes, other versions, replays, unknown phases."""
-    live.kill("n1")
-    address = f"127.0.0.1:{live.folder.port}"
-    script = [sys.executable, "-c", textwrap.dedent(ROGUE), str(live.table("n1").parent), address]
-    live.start("n1", script)
-    try:
-        algorithm = make("fedavg", lr=0.1, batch=4)
-        job = live.job("garbage", algorithm, 14)
+    algorithm = make("fedavg", lr=0.1, batch=4)
+    job = live.job("garbage", algorithm, 14)
+    with instead_of(live, "n1", ROGUE):
         live.run(job)
-        missed = live.missed(job)
-        assert missed == {(t, name) for t in range(1, 15) for name in live.folder.nodes["n1"]}
-        notes = [line for line in federate.notes(job) if "n1 is left out" in line]
-        assert len(notes) >= 11, notes
-        here = fit(absent_in(live.local(), missed), algorithm, 14, evaluate_every=0)
-        others = live.models(job, ("n0", "n2"))
-        for name, model in others.items():
-            assert float((model - here.personal[here.fed.names.index(name)]).abs().max()) <= 1e-12
-    finally:
-        live.kill("n1")
-        live.start_node("n1")
+    missed = live.missed(job)
+    assert missed == {(t, name) for t in range(1, 15) for name in live.folder.nodes["n1"]}
+    notes = [line for line in federate.notes(job) if "n1 is left out" in line]
+    assert len(notes) >= 11, notes
+    same_models(
+        live, job, fit(absent_in(live.local(), missed), algorithm, 14, evaluate_every=0), ("n0", "n2")
+    )

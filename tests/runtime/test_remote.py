@@ -40,7 +40,7 @@ class Mail:
             self.held.append((name, letter, tickets[name]))
         return tickets
 
-    def fetch(self, tickets):
+    def fetch(self, tickets, wait):
         for name, letter, ticket in [held for held in self.held if held[0] not in self.away]:
             if name not in self.away:
                 self.held.remove((name, letter, ticket))
