@@ -96,14 +96,13 @@ def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Ten
             header = stream.metadata() or {}
             note, shared = (json.loads(header.get(name, "{}")) for name in ("note", "shared"))
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}
+            for name, count in shared.items():
+                tensors[name] = tensors[name][0].expand(count, *tensors[name].shape[1:])
+            return tensors, note
     except FileNotFoundError:
         raise RunError(f"{path} does not exist") from None
-    except (SafetensorError, json.JSONDecodeError, OSError) as problem:
+    except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as problem:
         raise RunError(f"{path} is damaged ({problem})") from None
-    stacks = {
-        name: tensors[name][0].expand(count, *tensors[name].shape[1:]) for name, count in shared.items()
-    }
-    return tensors | stacks, note
 
 
 def sha256(path: Path) -> str:

@@ -69,7 +69,7 @@ class History:
         return polars.concat(parts) if parts else polars.DataFrame(schema=schema)
 
     def traces(self, clients: int) -> dict[str, Tensor]:
-        """Observed values that are not metrics, as `name.round`."""
+        """Observed values that are not metrics, as `name.round`, written out because readers go by their shapes."""
         return {
             f"{metric}.{t}": value.contiguous()
             for t, _, metric, value in self.blocks

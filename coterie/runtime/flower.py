@@ -99,6 +99,7 @@ class FlowerCarrier:
     def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
         found: dict[str, bytes | Undelivered] = {}
         end = time.monotonic() + wait
+        # The grid has no limit of its own for an answer whose parts do not come.
         http_grid.pull_objects = lambda **parts: pulled(**parts, wait=end - time.monotonic())
         for message in self.grid.pull_messages(list(tickets)):
             ticket = message.metadata.reply_to_message_id

@@ -57,13 +57,12 @@ class Desk:
         while waiting:
             began = time.monotonic()
             for ticket, content in self.carrier.fetch(list(waiting), max(0.0, end - began)).items():
-                if isinstance(content, Undelivered) and time.monotonic() >= end:
-                    continue
-                name = waiting.pop(ticket)
-                answers[name] = self.read(content, nonces[name])
-            if (
-                not waiting or began >= end
-            ):  # a last look, for who answered while another's answer was waited for
+                came_too_late = isinstance(content, Undelivered) and time.monotonic() >= end
+                if not came_too_late:
+                    name = waiting.pop(ticket)
+                    answers[name] = self.read(content, nonces[name])
+            # A look that began in time can end late; the next one is for those who answered meanwhile.
+            if not waiting or began >= end:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, POLL[1])

@@ -171,12 +171,7 @@ def test_without_weights_the_job_says_what_to_do(tmp_path: Path, monkeypatch: py
 def test_the_papers_size_is_recorded_as_it_is_planned() -> None:
     """500 iterations of 200 rows; the gradients that were counted are those that CoBo's draws of pairs ask for."""
     plan = load("cobo/languages-full").plan("cobo")
-    assert (plan.rounds, plan.data["batch"], plan.data["context"], plan.model["micro_batch"]) == (
-        500,
-        200,
-        512,
-        25,
-    )
+    assert (plan.rounds, plan.data["batch"], plan.data["context"]) == (500, 200, 512)
     record = json.loads((ROOT / "experiments" / "results" / "cobo-languages" / "runs.json").read_text())
     (run,) = (run for run in record["runs"] if run["run"] == "cobo, the paper's size")
     assert (run["rounds"], run["batch"], run["settings"]) == (500, 200, plan.settings)
