@@ -1,21 +1,27 @@
-# Two commands do everything: `make demo` and `make test`. Both set up .venv first and reuse it afterwards.
+# `make demo` and `make test` are the two commands to start with. Each command installs into .venv what it needs
+# and lacks; a file such as .venv/.test says what is there.
 PYTHON ?= python3
 BIN := .venv/bin
-READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all e2e browser lint format bench bench-check docs docs-test lock clean
+.PHONY: demo test test-slow test-all e2e browser lint format bench bench-check docs docs-test lock clean
+.NOTPARALLEL:
 
-demo: $(READY)
+demo: .venv/.core
 	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-test: $(READY) browser
-	$(BIN)/pytest -n 2 -m "not slow and not e2e"
+# A file at a time, because its tests share what they trained.
+test: .venv/.test browser
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not e2e"
 
-test-all: $(READY) browser
-	$(BIN)/pytest -n 2 -m "not e2e"
+# What takes long: paper figures, statistical checks, commands and notebooks of the documentation.
+test-slow: .venv/.test .venv/.docs browser
+	$(BIN)/pytest -n 2 -m "slow and not e2e"
+
+test-all: test test-slow
 
 # One process, because the tests share one federation.
-e2e: $(READY)
+e2e: .venv/.test
 	$(BIN)/pytest -n 0 -m e2e tests/e2e
 
 # The report is tested in a real browser; without one those tests are skipped.
@@ -23,38 +29,56 @@ browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 \
 		|| echo "no chromium, and it could not be installed: the tests of the report in a browser are skipped"
 
-lint: $(READY)
+lint: .venv/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-format: $(READY)
+format: .venv/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # The documentation, in site/index.html; warnings are errors, and nothing is fetched.
-docs: $(READY)
+docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Every command, snippet and notebook of the documentation is run.
-docs-test: $(READY)
-	$(BIN)/pytest -n 2 -m slow tests/test_docs.py tests/test_docs_site.py
+docs-test: .venv/.test .venv/.docs
+	$(BIN)/pytest -n 2 tests/test_docs.py tests/test_docs_site.py tests/test_readme.py
 
 # Speed beside other libraries (installed on the first call, each in an environment of its own under .bench/).
-bench: $(READY)
+bench: .venv/.core
 	$(BIN)/python -m benchmarks --install
 
 # Fails where speed relative to a plain loop in the same run fell by more than a fifth.
-bench-check: $(READY)
+bench-check: .venv/.core
 	$(BIN)/python -m benchmarks check
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard coterie/native/*.[ch])
+# The package with what it cannot do without; its C library is built here. The wheel of torch has 124 MB of its own
+# C++ tests, which nothing here runs. Bytecode is written when a module is first imported.
+.venv/.core: pyproject.toml constraints.txt hatch_build.py $(wildcard coterie/_core/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev,docs]"
+	$(PIP) --editable .
+	rm -rf .venv/lib/python3*/site-packages/torch/test .venv/lib/python3*/site-packages/torch/bin/test_*
+	touch $@
+
+# The other groups add their extras to it.
+.venv/.test: .venv/.core
+	$(PIP) "coterie[all,test]"
+	touch $@
+
+# All optional packages, because mypy checks the calls to them.
+.venv/.lint: .venv/.core
+	$(PIP) "coterie[all,lint]"
+	touch $@
+
+.venv/.docs: .venv/.core
+	$(PIP) "coterie[docs]"
 	touch $@
 
 # Write down the versions in .venv as the new pins.
-lock: $(READY)
+lock: .venv/.test .venv/.lint .venv/.docs
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' | sort -f > constraints.txt
 
 clean:

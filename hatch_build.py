@@ -1,4 +1,4 @@
-"""Compiles coterie/native/*.c into one library; without a compiler the package is installed without it."""
+"""Compiles coterie/_core/native/*.c into one library; without a compiler the package is installed without it."""
 
 import os
 import runpy
@@ -17,7 +17,7 @@ class Kernels(BuildHookInterface):
     """Wheels are those of a platform where the library could be built, and pure Python elsewhere."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        folder = Path(self.root, "coterie", "native")
+        folder = Path(self.root, "coterie", "_core", "native")
         library: Path = runpy.run_path(str(folder / "sources.py"))["library"](folder)
         sources = sorted(str(path) for path in folder.glob("*.c"))
         fresh = library.with_suffix(f".{os.getpid()}")
@@ -30,5 +30,5 @@ class Kernels(BuildHookInterface):
         for old in set(folder.glob("kernels*")) - {fresh}:
             old.unlink()
         fresh.replace(library)
-        build_data["artifacts"].append(f"coterie/native/{library.name}")
+        build_data["artifacts"].append(f"coterie/_core/native/{library.name}")
         build_data["pure_python"], build_data["tag"] = False, f"py3-none-{next(platform_tags())}"

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import torch
 
-from coterie.theory.advisor import METHODS
-from coterie.theory.trial import best_risks, judge, make_world, random_world
+from coterie.select.advice import METHODS
+from coterie.select.synthetic_worlds import best_risks, judge, make_world, random_world
 
 KINDS = ("reference", "middling", "wide", "even", "few")
 

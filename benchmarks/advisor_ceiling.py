@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coterie.theory.advisor import METHODS
-from coterie.theory.trial import Score, TrueWorld, judge, random_world
+from coterie.select.advice import METHODS
+from coterie.select.synthetic_worlds import AdviceScore, TrueWorld, judge, random_world
 
 Array = npt.NDArray[np.float64]
 Picks = npt.NDArray[np.intp]
@@ -224,7 +224,7 @@ def _draw(rng: np.random.Generator, logs: Array) -> int:
 
 @dataclass(frozen=True)
 class Named:
-    """How the posterior's choice fared, as `Score` says it of the advisor."""
+    """How the posterior's choice fared, as `AdviceScore` has it for the advisor."""
 
     exact: Array  # [n]
     within: Array  # [n]
@@ -244,7 +244,7 @@ def judge_posterior(world: TrueWorld, kind: str, draws: int, seed: int, told: bo
     return Named(exact, within, np.log(got / lowest), bool(right))
 
 
-def show(who: str, scores: Sequence[Named | Score]) -> None:
+def show(who: str, scores: Sequence[Named | AdviceScore]) -> None:
     """Shares with standard errors over worlds."""
     print(f"  {who}")
     for name in ("exact", "within", "log_excess", "federation"):

@@ -26,11 +26,11 @@ from coterie import models
 from coterie.algorithms import Algorithm
 from coterie.algorithms.hierarchical import Hierarchical
 from coterie.data import generate, partition
-from coterie.federation.federation import Federation
-from coterie.models.metrics import HIGHER_IS_BETTER
-from coterie.runs.compare import compare
-from coterie.runs.experiments import shared_data
-from coterie.runs.jobs import digits
+from coterie.engine.federation import Federation
+from coterie.experiments.jobs import digits
+from coterie.experiments.spec import shared_data
+from coterie.models.metrics import find
+from coterie.select.compare import compare
 
 SPLIT = (0.6, 0.2, 0.2)
 EXTREMES = ("local", "fedavg")
@@ -105,7 +105,7 @@ def season(fed: Federation, rounds: int) -> dict[str, Any]:
     started = time.process_time()
     found = compare(fed, algorithms=beside(fed), seeds=1, rounds=rounds)
     test = {trial.algorithm: trial.test.double() for trial in found.trials}
-    sign = 1.0 if HIGHER_IS_BETTER[found.metric] else -1.0
+    sign = find(found.metric).sign
     gaps = {}
     for name in EXTREMES:
         gap = sign * (test[name] - test["auto"])
@@ -123,7 +123,7 @@ def season(fed: Federation, rounds: int) -> dict[str, Any]:
 
 def judge(seasons: list[dict[str, Any]]) -> dict[str, Any]:
     """One data set: how far auto is behind the best single method, in percent, in three readings of "best"."""
-    sign = 1.0 if HIGHER_IS_BETTER[seasons[0]["metric"]] else -1.0
+    sign = find(seasons[0]["metric"]).sign
     rivals = [name for name in seasons[0]["test"] if name != "auto"]
     auto = torch.tensor([sign * one["test"]["auto"] for one in seasons], dtype=torch.float64)
     scores = torch.tensor(

@@ -17,7 +17,6 @@ import torch
 
 from coterie import Federation, fit, models
 from coterie.algorithms import make
-from coterie.federation.build import from_rows
 from coterie.models.base import Model
 
 BATCH = 128
@@ -48,7 +47,7 @@ def images(clients: int, rows: int, shape: tuple[int, ...], classes: int, model:
     x = torch.randn(clients * rows, *shape, generator=generator)
     y = torch.randint(0, classes, (len(x),), generator=generator)
     names = [str(k) for k in range(clients)]
-    return from_rows(x, y, torch.full((clients,), rows), model=model, names=names, device="cuda")
+    return Federation.from_rows(x, y, torch.full((clients,), rows), model=model, names=names, device="cuda")
 
 
 def gradients(clients: int, work: float) -> Iterator[dict[str, Any]]:
@@ -60,7 +59,7 @@ def gradients(clients: int, work: float) -> Iterator[dict[str, Any]]:
         x, y = rows.x.view(clients, BATCH, 3, 32, 32), rows.y.view(clients, BATCH)
         weight = torch.full((clients, BATCH), 1 / BATCH, device="cuda")
         looped = way == "looped, eager"
-        compute = model._ways.looped if looped else model.grad  # type: ignore[attr-defined]
+        compute = model.backends.looped if looped else model.grad  # type: ignore[attr-defined]
         took = seconds(lambda compute=compute, w=w, x=x, y=y, weight=weight: compute(w, x, y, weight))
         yield {
             "clients": clients,

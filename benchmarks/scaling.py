@@ -45,7 +45,7 @@ def point(clients: int, sampled: int, features: int = 20, rows: int = 10, batch:
     """
     from coterie import fit, models  # first: it sets how threads wait
     from coterie.algorithms import make
-    from coterie.federation.build import from_rows
+    from coterie.engine.federation import Federation
 
     import torch  # isort: skip
 
@@ -54,7 +54,7 @@ def point(clients: int, sampled: int, features: int = 20, rows: int = 10, batch:
     y = (x[:, 0] > 0).float()
     started = time.perf_counter()
     names = [str(k) for k in range(clients)]
-    fed = from_rows(x, y, torch.full((clients,), rows), model=models.logistic(), names=names)
+    fed = Federation.from_rows(x, y, torch.full((clients,), rows), model=models.logistic(), names=names)
     built = time.perf_counter() - started
     del x, y
     algorithm = make("ditto", participation=sampled / clients, batch=batch)

@@ -18,7 +18,8 @@ import torch
 
 from coterie import Federation, fit, models
 from coterie.algorithms import make
-from coterie.theory.threshold import seed_weights, threshold_cluster
+from coterie.theory.threshold import threshold_cluster
+from coterie.theory.threshold_starts import seed_weights
 
 
 def timed(work: Callable[[], Any]) -> dict[str, float]:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from coterie import Federation, models
+from coterie._core import randomness
 from coterie.algorithms import make
 from coterie.algorithms.base import Algorithm
 from coterie.data.generate import hierarchical_linear
-from coterie.federation import randomness
-from coterie.federation.build import from_rows
 from coterie.models.base import Model
 from coterie.models.glm import Glm
 
@@ -83,14 +82,15 @@ def describe(fed: Federation, algorithm: Algorithm, rounds: int) -> dict[str, An
 def _draws(fed: Federation, algorithm: Algorithm, t: int, ids: Tensor | None) -> np.ndarray:
     """Rows [clients, draws, batch] of a round, counted from the first of the client."""
     assert ids is not None
-    greeted = t == 1 and hasattr(algorithm, "begin")
+    greeted = t == 1 and algorithm.begin is not None
     keys = randomness.fold(randomness.key(fed.seed, "train", t, int(greeted)), ids)
     batch, size = algorithm.batch, fed.runtime.train.size[ids].unsqueeze(-1)
-    steps = algorithm.settings()["steps"] * (2 if algorithm.name == "ditto" else 1)
+    streams = [randomness.fold(keys, "personal"), keys] if algorithm.name == "ditto" else [keys]
     drawn = []
-    for step in range(1, steps + 1):
-        row = randomness.integers(randomness.slots(randomness.fold(keys, step), batch), size)
-        drawn.append(torch.where(size <= batch, torch.arange(batch) % size, row))
+    for step in range(1, algorithm.settings()["steps"] + 1):
+        for stream in streams:
+            row = randomness.integers(randomness.slots(randomness.fold(stream, step), batch), size)
+            drawn.append(torch.where(size <= batch, torch.arange(batch) % size, row))
     return torch.stack(drawn, 1).numpy()
 
 
@@ -116,7 +116,7 @@ def ragged(
     model: Model, clients: int, shape: tuple[int, ...] = (784,), classes: int = 10, low: int = 20
 ) -> Federation:
     x, y, sizes = images(clients, low, 100, shape, classes)
-    return from_rows(x, y, sizes, model=model, names=[str(k) for k in range(clients)])
+    return Federation.from_rows(x, y, sizes, model=model, names=[str(k) for k in range(clients)])
 
 
 def digits() -> Federation:
@@ -128,7 +128,7 @@ def digits() -> Federation:
     group = torch.arange(1760) // 22 % 10
     y = (torch.tensor(bunch.target[:1760]) + group) % 10
     names = [str(k) for k in range(80)]
-    return from_rows(x, y, torch.full((80,), 22), model=models.mlp(hidden=(64,)), names=names)
+    return Federation.from_rows(x, y, torch.full((80,), 22), model=models.mlp(hidden=(64,)), names=names)
 
 
 def least_squares() -> Federation:

@@ -11,27 +11,27 @@ import importlib
 import os
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Threads that wait for each other sleep rather than spin: on a machine with other things to do, spinning makes torch up
 # to fifty times slower. Read when torch is first imported, so it has no effect where that was before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOME = {
-    "Federation": "coterie.federation.federation",
-    "State": "coterie.federation.state",
+    "Federation": "coterie.engine.federation",
+    "State": "coterie.engine.state",
     "Algorithm": "coterie.algorithms.base",
     "setting": "coterie.algorithms.base",
-    "fit": "coterie.runs.fit",
-    "resume": "coterie.runs.fit",
-    "Run": "coterie.runs.run",
-    "choose": "coterie.runs.auto",
-    "compare": "coterie.runs.compare",
-    "advise": "coterie.theory.advisor",
-    "check_algorithm": "coterie.runs.conformance",
-    "CoterieError": "coterie.errors",
+    "fit": "coterie.select.fit",
+    "resume": "coterie.train.fit",
+    "Run": "coterie.train.run",
+    "choose": "coterie.select.auto",
+    "compare": "coterie.select.compare",
+    "advise": "coterie.select.advise",
+    "check_algorithm": "coterie.conformance",
+    "CoterieError": "coterie._core.errors",
 }
-_MODULES = ("algorithms", "data", "models", "theory", "report")
+_MODULES = ("algorithms", "data", "metrics", "models", "theory", "report")
 
 __all__ = [*_HOME, *_MODULES, "__version__"]
 

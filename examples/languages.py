@@ -11,7 +11,7 @@ import sys
 import torch
 
 import coterie
-from coterie.runs.adapters import save_adapters
+from coterie.train.adapters import save_adapters
 
 if len(sys.argv) < 2:
     sys.exit(__doc__)

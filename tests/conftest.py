@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -11,13 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import torch
 
 if TYPE_CHECKING:
-    from coterie.federation.federation import Federation
+    from coterie.engine.federation import Federation
 
 torch.set_num_threads(1)  # the tests run side by side, and a second thread beside other work only waits
+
+# However slow the machine is; CI draws the same examples every time.
+hypothesis.settings.register_profile("coterie", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("coterie")
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
@@ -102,10 +108,10 @@ def write_table() -> WriteTable:
 
 def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
     """The federation in which these clients do not come in these rounds."""
-    from coterie.runtime.shard import Shard
-    from coterie.runtime.visits import Answer, Call, Visits
+    from coterie.engine.local_runtime import LocalRuntime
+    from coterie.engine.protocol import Answer, Call, Visits
 
-    class Gaps(Shard):
+    class Gaps(LocalRuntime):
         def fresh(self, seed: int | None = None) -> Gaps:
             return gaps(super().fresh(seed))
 
@@ -119,10 +125,18 @@ def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
             call = replace(call, each={name: value[~away] for name, value in call.each.items()})
             nth = None if visits.nth is None else visits.nth[~away]
             answer = super().run(call, Visits(asked[~away], nth), *rest, lasting=lasting, **more)
-            return Answer(answer.named, answer.good, answer.parcels, came=~away)
+            return Answer(answer.named, answer.good, answer.encoded, came=~away)
 
-    def gaps(shard: Shard) -> Gaps:
-        return Gaps(shard.splits, shard.model, shard.seed, shard.dtype, shard.clusters, shard.ids, shard.loop)
+    def gaps(runtime: LocalRuntime) -> Gaps:
+        return Gaps(
+            runtime.splits,
+            runtime.model,
+            runtime.seed,
+            runtime.dtype,
+            runtime.clusters,
+            runtime.ids,
+            runtime.loop,
+        )
 
     fed.runtime = gaps(fed.runtime)
     return fed

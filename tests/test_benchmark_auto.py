@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import auto as bench
-from coterie.runs.history import interval
+from coterie.train.history import interval
 
 
 def season(
@@ -63,6 +63,7 @@ def test_a_file_grows_by_seeds(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_season_end_to_end() -> None:
     found = bench.season(bench.WORLDS["hierarchy, few rows"](0), rounds=4)
     assert {"local", "fedavg", "hierarchical", "oracle", "auto"} <= set(found["test"])

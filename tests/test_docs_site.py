@@ -68,6 +68,7 @@ def links_of(page: Path) -> Links:
     return parser
 
 
+@pytest.mark.slow
 def test_every_page_is_reached_from_the_first(site: Path) -> None:
     seen, left = set(), [site / "index.html"]
     while left:
@@ -86,6 +87,7 @@ def test_every_page_is_reached_from_the_first(site: Path) -> None:
     assert expected <= seen, sorted(expected - seen)
 
 
+@pytest.mark.slow
 def test_reading_needs_no_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         for address in links_of(page).loads:
@@ -94,12 +96,14 @@ def test_reading_needs_no_network(site: Path) -> None:
         assert not re.search(r"url\(['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style.name
 
 
+@pytest.mark.slow
 def test_every_algorithm_is_in_the_menu(site: Path) -> None:
     menu = links_of(site / "index.html").links
     for algorithm in all_algorithms():
         assert f"algorithms/{algorithm}.html" in {unquote(link) for link in menu}
 
 
+@pytest.mark.slow
 def test_everything_coterie_offers_is_in_the_reference(site: Path) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     for offered in coterie.__all__:

@@ -43,15 +43,15 @@ def test_algorithm_from_the_readme_keeps_its_promises():
     coterie.check_algorithm(space["SharedPlusOffset"]())
 
 
-def test_commands_from_the_readme_run(visits):
+def test_commands_from_the_readme_run(visits, command):
     commands = [line.strip() for line in README.splitlines() if line.startswith("    coterie ")]
     assert len(commands) == 4
-    for command in commands:
-        trains = command.split()[1] in ("compare", "fit")
-        words = command.split()[1:] + (["--rounds", "3"] if trains else [])
+    for line in commands:
+        words = line.split()[1:]
+        words += ["--rounds", "3"] if words[0] in ("compare", "fit") else []
         words += ["--seeds", "1", "--budget", "1"] if words[0] == "compare" else []
-        done = subprocess.run([sys.executable, "-m", "coterie", *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = command(*words)
+        assert done.code == 0, done.err
 
 
 def test_links_in_the_documentation_lead_somewhere():

@@ -23,7 +23,7 @@ import coterie
 from coterie.data import bundled
 from coterie.sklearn import PersonalizedClassifier, PersonalizedRegressor
 
-FAST = {"rounds": 30, "settings": {"lr": 0.3}}
+FAST = {"rounds": 20, "settings": {"lr": 0.5}}
 
 
 @parametrize_with_checks([PersonalizedClassifier("local", **FAST), PersonalizedRegressor("local", **FAST)])
@@ -60,10 +60,18 @@ def test_each_group_has_its_own_model(flipped: tuple[np.ndarray, ...]) -> None:
 
 def test_an_unknown_group_and_no_groups_get_the_common_model(flipped: tuple[np.ndarray, ...]) -> None:
     X, y, groups = flipped
-    model = PersonalizedClassifier("fedavg", validation=0.0, **FAST).fit(X, y, groups=groups)
-    strange = model.predict_proba(X[:7], groups=["east"] * 7)
-    np.testing.assert_array_equal(strange, model.predict_proba(X[:7]))
-    np.testing.assert_allclose(strange, model.predict_proba(X[:7], groups=groups[:7]), atol=1e-12)
+    model = PersonalizedClassifier("ditto", settings={"lr": 0.3, "lam": 0.1}, rounds=30).fit(
+        X, y, groups=groups
+    )
+    rows = X[np.abs(X[:, 0]) > 1][:3]
+    margin = np.c_[(rows - X.mean(0)) / X.std(0), np.ones(3)] @ model.coef_all_[-1]
+    common = 1 / (1 + np.exp(-margin))
+    np.testing.assert_allclose(model.predict_proba(rows)[:, 1], common)
+    mixed = model.predict_proba(rows, groups=["south", "east", "north"])[:, 1]
+    assert mixed[1] == pytest.approx(common[1])
+    for row, name in ((0, "south"), (2, "north")):
+        assert mixed[row] == pytest.approx(model.predict_proba(rows, groups=[name] * 3)[row, 1])
+        assert abs(mixed[row] - common[row]) > 0.1
 
 
 def test_the_same_as_the_library(flipped: tuple[np.ndarray, ...]) -> None:
@@ -79,11 +87,17 @@ def test_the_same_as_the_library(flipped: tuple[np.ndarray, ...]) -> None:
     assert model.score(X, target, groups=groups) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_auto_is_the_default(flipped: tuple[np.ndarray, ...]) -> None:
     X, y, groups = flipped
     model = PersonalizedClassifier(rounds=20).fit(X, y, groups=groups)
     assert model.algorithm == "auto" and model.score(X, y, groups=groups) > 0.9
-    assert PersonalizedClassifier(rounds=20).fit(X, y).run_.algorithm.name == "local"
+    assert len(model.run_.choice.rows) > 6
+
+
+def test_auto_has_no_settings_and_nothing_to_choose_for_one_group(flipped: tuple[np.ndarray, ...]) -> None:
+    X, y, groups = flipped
+    assert PersonalizedClassifier(rounds=5).fit(X, y).run_.algorithm.name == "local"
     with pytest.raises(ValueError, match="settings belong"):
         PersonalizedClassifier(settings={"lr": 0.1}).fit(X, y, groups=groups)
 

@@ -1,5 +1,8 @@
-"""One file per method. A file in this folder is found by itself; plugins use the entry point group
-`coterie.algorithms`. Classes are reached by name: `coterie.algorithms.Ditto`, `find("ditto")`."""
+"""Algorithms, one file each.
+
+A file in this folder is found by itself; plugins register in the entry point group `coterie.algorithms`. Classes are
+reached by name: `coterie.algorithms.Ditto`, `find("ditto")`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,27 @@ import pkgutil
 from importlib.metadata import entry_points
 from typing import Any
 
+from coterie._core.errors import SettingError, nearest
 from coterie.algorithms.base import Algorithm, parse, setting
-from coterie.errors import SettingError, nearest
 
 __all__ = ["Algorithm", "all_algorithms", "find", "make", "setting"]
 
 
 @functools.cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
-    """Every algorithm by its name on the command line."""
+    """Return all algorithms, those of plugins included, by their names on the command line.
+
+    Returns
+    -------
+    dict of str to type
+        Classes, in alphabetical order of their names.
+
+    Examples
+    --------
+    >>> from coterie.algorithms import all_algorithms
+    >>> list(all_algorithms())[:3]
+    ['async-al2sgd+', 'async-l2gd', 'cobo']
+    """
     found: dict[str, type[Algorithm]] = {}
     for module in pkgutil.iter_modules(__path__):
         if module.name != "base":
@@ -29,7 +44,29 @@ def all_algorithms() -> dict[str, type[Algorithm]]:
 
 
 def find(name: str) -> type[Algorithm]:
-    """The algorithm with this name; an unknown one is an error that suggests the nearest."""
+    """Return the class of an algorithm.
+
+    Parameters
+    ----------
+    name
+        Its name on the command line.
+
+    Returns
+    -------
+    type
+        A subclass of `Algorithm`.
+
+    Raises
+    ------
+    SettingError
+        If there is no such algorithm; the message suggests the nearest name.
+
+    Examples
+    --------
+    >>> from coterie.algorithms import find
+    >>> find("fedavg").__name__
+    'FedAvg'
+    """
     known = all_algorithms()
     if name not in known:
         raise SettingError(f"no algorithm {name!r}.{nearest(name, known)}")
@@ -37,7 +74,26 @@ def find(name: str) -> type[Algorithm]:
 
 
 def make(name: str, **settings: Any) -> Algorithm:
-    """An algorithm from its name and hyperparameters (text is converted)."""
+    """Make an algorithm from its name and hyperparameters.
+
+    Parameters
+    ----------
+    name
+        Its name on the command line.
+    **settings
+        Hyperparameters; text is converted to their types.
+
+    Returns
+    -------
+    Algorithm
+        The algorithm.
+
+    Examples
+    --------
+    >>> from coterie.algorithms import make
+    >>> make("fedavg", lr="0.1", steps=2).lr
+    0.1
+    """
     cls = find(name)
     return cls(**parse(cls, settings))
 

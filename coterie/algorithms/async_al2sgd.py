@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.algorithms.async_l2gd import HEADS, AsyncL2GD, PerCluster, _rows
 from coterie.algorithms.base import setting
-from coterie.errors import SettingError
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 from coterie.theory.coins import Coins
 from coterie.theory.groups import Groups
 
@@ -26,20 +26,20 @@ class AsyncAL2SGD(AsyncL2GD):
     t = a1 z + a2 x + (1 - a1 - a2) y;   D = grad F at the anchors x;   coins as in Async-L2GD
     g_i = D_i + gamma_i/p0 [alpha_j ((t-m) - (x-xm)) + tau_j (1-alpha_j) ((t-m_j) - (x-xm_j))]   all clusters
         = D_i + gamma_i (1-tau_j)(1-alpha_j)/((1-p0) p_j) ((t-m_j) - (x-xm_j))                  inside cluster j
-        = D_i + [grad f_il(t) - grad f_il(x)]/((1-p0)(1-p_j))                                  alone, one row l
+        = D_i + [grad f_il(t) - grad f_il(x)]/((1-p0)(1-p_j))                                  local step, one row l
     y <- t - lr g;   z <- b1 z + (1-b1) t + b2/lr (y - t);   with probability rho: x <- y, D anew
 
-    The term with tau_j is missing in the print, which makes its oracle biased; b2/n there is b2/lr. Converges
-    linearly to the exact minimiser with minibatches; use `from_theory`. Deploys y.
+    Deviations: the term with tau_j is missing in the paper, which makes its oracle biased; b2/n there is b2/lr.
+    Converges linearly to the exact minimiser with minibatches; use `from_theory`. Clients deploy y.
     """
 
     name: ClassVar[str] = "async-al2sgd+"
 
     rho: float = setting(0.2, "probability that all clients renew their anchor", above=0, high=1)
-    a1: float = setting(0.2, "weight of z, the momentum", above=0, high=1)
+    a1: float = setting(0.2, "weight of the momentum z", above=0, high=1)
     a2: float = setting(0.4, "weight of the anchor x", low=0, high=1)
-    b1: float = setting(0.98, "how much of z is kept", low=0, high=1)
-    b2: float = setting(0.06, "step of z over lr", above=0)
+    b1: float = setting(0.98, "fraction of z that is kept", low=0, high=1)
+    b2: float = setting(0.06, "step size of z relative to lr", above=0)
     batch: int = setting(1, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,28 @@ class AsyncAL2SGD(AsyncL2GD):
         rho: float | None = None,
         **settings: Any,
     ) -> Self:
-        """All parameters from smoothness and convexity; rho = p0 (1 - p0) unless given (Theorem 4.3)."""
+        """Return the algorithm with all parameters from smoothness and convexity (Theorem 4.3).
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        gamma
+            Strength of the pull of a client to the centres, one number or one per cluster.
+        lambda_
+            Strength of the pull of a cluster's centre to the common one.
+        alpha
+            Weight of the common centre, instead of `lambda_`.
+        rho
+            Probability that anchors are renewed; p0 (1 - p0) if None.
+        **settings
+            Other hyperparameters.
+
+        Returns
+        -------
+        AsyncAL2SGD
+            The algorithm.
+        """
         draft = cls(gamma=gamma, alpha=alpha, lambda_=1.0 if lambda_ is None else lambda_, **settings)
         penalty, known = draft.penalty(fed), draft.constants(fed)
         smoothness, mu = known["smoothness" if draft.batch == 0 else "row_smoothness"], known["convexity"]
@@ -91,11 +112,11 @@ class AsyncAL2SGD(AsyncL2GD):
             s = s.replace(renewed=s.renewed + 1)
         return s
 
-    def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
+    def fast_forward(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
         return s, after
 
     def renew(self, fed: Federation, s: State) -> None:
-        """Everyone's y becomes the anchor, with the gradient of the whole objective there."""
+        """Make every client's y its anchor, with the gradient of the whole objective there."""
         replies = fed.map(self.offer, each=self._pace(fed, s, None), link=HEADS)
         if not len(replies):
             return
@@ -125,12 +146,12 @@ class AsyncAL2SGD(AsyncL2GD):
         return client.keep.y
 
     def walk(self, client: Client, steps: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the steps alone that came up since the last call."""
-        x, y, z, slope = client.keep.x, client.keep.y, client.keep.z, client.keep.slope
+        """Take the local steps due since the last call."""
+        x, y, z, grad = client.keep.x, client.keep.y, client.keep.z, client.keep.slope
         owed = steps - client.keep.done
         for k in range(int(owed.max())):
             t = self.point(client, y, z)
-            g = slope + rate * (client.grad(t) - client.grad(x, again=True))
+            g = grad + rate * (client.grad(t) - client.grad(x, again=True))
             new_y, new_z = self.move(t, z, g)
             y, z = torch.where(k < owed, new_y, y), torch.where(k < owed, new_z, z)
             if not torch.where(k < owed, y.isfinite(), False).any():
@@ -138,11 +159,11 @@ class AsyncAL2SGD(AsyncL2GD):
         return y, z
 
     def point(self, client: Client, y: Tensor, z: Tensor) -> Tensor:
-        """t, where the gradient is estimated."""
+        """Return t, where the gradient is estimated."""
         return self.a1 * z + self.a2 * client.keep.x + (1 - self.a1 - self.a2) * y
 
     def move(self, t: Tensor, z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """y and z after a step from t against g."""
+        """Return y and z after a step from t against g."""
         y = t - self.lr * g
         return y, self.b1 * z + (1 - self.b1) * t + self.b2 / self.lr * (y - t)
 

@@ -1,4 +1,4 @@
-"""Async-L2GD: personal models in known clusters that communicate when their coins say so."""
+"""Async-L2GD: personal models in known clusters that communicate at random."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, setting
-from coterie.errors import SettingError
-from coterie.federation import leaps
-from coterie.federation.client import Client, all_finite
-from coterie.federation.federation import Federation
-from coterie.federation.ledger import Part, weigh
-from coterie.federation.state import State
+from coterie.engine import fast_forward
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.ledger import Traffic, weigh
+from coterie.engine.phase_output import all_finite
+from coterie.engine.state import State
+from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.coins import Coins, count_rounds
-from coterie.theory.groups import Groups
-from coterie.theory.hierarchical import Penalty, group_sum
+from coterie.theory.groups import Groups, group_sum
 
 PerCluster = float | tuple[float, ...]
 HEADS = "client-cluster"  # the link between clients and the head of their cluster
@@ -33,27 +34,31 @@ class AsyncL2GD(Algorithm):
     else, in cluster j, p_j:   t_i <- t_i - lr gamma_i (1-tau_j)(1-alpha_j)/((1-p0) p_j) (t_i - m_j)
                   otherwise:   t_i <- t_i - lr/((1-p0)(1-p_j)) grad f_i(t_i)
 
-    coins = "one" is the variant of the paper's experiments: p_j = 0, tau_j = 1. Steps alone are taken when a client
-    is next called, so a round without communication calls nobody. gamma, alpha, lambda_, p and tau may be one
+    coins = "one" is the variant of the paper's experiments: p_j = 0, tau_j = 1. Local steps are taken when a client is
+    next called, so that a round without communication calls no client. gamma, alpha, lambda_, p and tau may be one
     number or a list with one per cluster.
     """
 
     lr: float = setting(0.05, "step size", above=0, tune=(0.003, 0.01, 0.03, 0.1))
     gamma: float | tuple[float, ...] = setting(
-        1.0, "pull of a client to the centres", above=0, tune=(0.1, 0.3, 1.0, 3.0)
+        1.0, "strength of the pull of a client to the centres", above=0, tune=(0.1, 0.3, 1.0, 3.0)
     )
-    lambda_: float | tuple[float, ...] = setting(1.0, "pull of a cluster's centre to the common one", low=0)
+    lambda_: float | tuple[float, ...] = setting(
+        1.0, "strength of the pull of a cluster's centre to the common one", low=0
+    )
     alpha: float | tuple[float, ...] | None = setting(
-        None, "share of the common centre, instead of lambda_", low=0, high=1
+        None, "weight of the common centre, instead of lambda_", low=0, high=1
     )
     p0: float = setting(0.2, "probability that all clusters communicate", low=0, high=1)
     p: float | tuple[float, ...] = setting(
-        0.3, "probability that a cluster communicates otherwise", low=0, high=1
+        0.3, "probability that a cluster communicates if not all do", low=0, high=1
     )
     tau: float | tuple[float, ...] | None = setting(
-        None, "share of the cluster's pull when all communicate", low=0, high=1
+        None, "share of the pull to the cluster when all communicate; None: from theory", low=0, high=1
     )
-    coins: str = setting("independent", "a coin for each cluster, or one", options=("independent", "one"))
+    coins: str = setting(
+        "independent", "one coin for each cluster, or one for all", options=("independent", "one")
+    )
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
@@ -78,7 +83,26 @@ class AsyncL2GD(Algorithm):
         alpha: PerCluster | None = None,
         **settings: Any,
     ) -> Self:
-        """p0, p_j, tau_j and step size from the losses' smoothness (Corollary 3.6, both cases)."""
+        """Return the algorithm with p0, p_j, tau_j and lr from the losses' smoothness (Corollary 3.6).
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        gamma
+            Strength of the pull of a client to the centres, one number or one per cluster.
+        lambda_
+            Strength of the pull of a cluster's centre to the common one.
+        alpha
+            Weight of the common centre, instead of `lambda_`.
+        **settings
+            Other hyperparameters.
+
+        Returns
+        -------
+        AsyncL2GD
+            The algorithm.
+        """
         draft = cls(gamma=gamma, alpha=alpha, lambda_=1.0 if lambda_ is None else lambda_, **settings)
         penalty, smoothness = draft.penalty(fed), draft.constants(fed)["smoothness"]
         coins = (Coins.best_one if draft.coins == "one" else Coins.best)(penalty, smoothness)
@@ -113,7 +137,7 @@ class AsyncL2GD(Algorithm):
         return s.replace(steps=alone, rounds_within=s.rounds_within + sum(inside))
 
     def toss(self, fed: Federation, t: int, clusters: int) -> tuple[bool, list[bool]]:
-        """The coins of round t, known to all from the seed: does everyone talk, and which clusters inside."""
+        """Toss the coins of round t: return whether all clusters communicate, and otherwise which do."""
         if fed.coin("everyone", t) < self.p0:
             return True, []
         if self.coins == "one" or self.p == 0:
@@ -122,7 +146,7 @@ class AsyncL2GD(Algorithm):
         return False, [fed.coin("inside", t, j) < chance[j] for j in range(clusters)]
 
     def communicate(self, fed: Federation, s: State, to: Tensor | None) -> None:
-        """Clients send their models, get the means, and move towards them; `to` None means all clusters."""
+        """Collect models, send back the means, and move models towards them; `to` None means all clusters."""
         replies = fed.map(self.share, to=to, each=self._pace(fed, s, to), link=HEADS)
         if not len(replies):
             return
@@ -139,9 +163,9 @@ class AsyncL2GD(Algorithm):
             each = {"inside": inside[clusters], "pull": pulls[:, 2:]}
             fed.map(self.pull_inside, to=ids, each=each, link=HEADS)
 
-    def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
-        """Rounds of one coin with all clients as one stack; halved where numbers overflow on the way."""
-        client = leaps.together(fed, self) if self.coins == "one" and until > after + 1 else None
+    def fast_forward(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
+        """Run rounds of one coin with all clients as one stack; half as many if numbers overflow."""
+        client = fast_forward.stack(fed, self) if self.coins == "one" and until > after + 1 else None
         if client is None:
             return s, after
         clusters, k, talks = fed.known_clusters(), len(s.steps), []
@@ -165,30 +189,32 @@ class AsyncL2GD(Algorithm):
                 x, other = groups.blend(self.aim(common, inside, far, near), own, x, out=other), x
                 talks.append(t)
         if not all_finite([x]):
-            return self.leap(fed, s, after, (after + until) // 2)
+            return self.fast_forward(fed, s, after, (after + until) // 2)
         steps = s.steps + (until - after - len(talks))
         if talks:
             client.keep.model, client.keep.done = x.clone(), (steps - alone)[clusters]
-            heads = Part("means", "cluster-server", weigh(inside), weigh(inside))
-            share, pull = (leaps.visits(fed, self, phase, HEADS) for phase in ("share", "pull_all"))
-            leaps.settle(fed, client, talks, (share, heads, pull))
+            heads = Traffic("means", "cluster-server", weigh(inside), weigh(inside))
+            share, pull = (
+                fast_forward.declared_traffic(fed, self, phase, HEADS) for phase in ("share", "pull_all")
+            )
+            fast_forward.commit(fed, client, talks, (share, heads, pull))
         return s.replace(steps=steps, rounds_global=s.rounds_global + len(talks)), until
 
     def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What one of these clients counts in its cluster's mean, [k, 1], and a cluster in the common one, [k]."""
+        """Return the weights of a client in its cluster's mean, [k, 1], and of clusters in the common one, [k]."""
         gamma = _rows(s.weights, ids)[:, :1]
         count = group_sum(torch.ones_like(gamma), clusters, len(s.steps))
-        pull = s.alpha * group_sum(gamma, clusters, len(s.steps))
-        total = pull.sum().clamp_(min=torch.finfo(pull.dtype).tiny)
-        return 1 / count.clamp_(min=1), (pull / total).squeeze(-1)
+        prox = s.alpha * group_sum(gamma, clusters, len(s.steps))
+        total = prox.sum().clamp_(min=torch.finfo(prox.dtype).tiny)
+        return 1 / count.clamp_(min=1), (prox / total).squeeze(-1)
 
     def means(self, models: Tensor, groups: Groups, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The common mean [d] and those of the clusters [k, d]."""
+        """Return the common mean [d] and those of the clusters [k, d]."""
         inside = groups.sum(models).mul_(weights[0])
         return weights[1] @ inside, inside
 
     def exchange(self, fed: Federation, inside: Tensor) -> None:
-        """Meter what cluster heads and server exchange: a mean up and the common one down for each."""
+        """Count what cluster heads and server exchange: a mean up and the common one down for each head."""
         fed.exchange("means", "cluster-server", down=inside, up=inside)
 
     def begin(self, client: Client) -> None:
@@ -201,7 +227,7 @@ class AsyncL2GD(Algorithm):
         return client.keep.model
 
     def catch_up(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        """Take the steps alone that came up since the last call."""
+        """Take the local steps due since the last call."""
         x, owed, pace = client.keep.model, steps - client.keep.done, self.lr * rate
         common = int(owed.min())
         x = client.descent(pace)(x, common)
@@ -216,13 +242,13 @@ class AsyncL2GD(Algorithm):
         client.keep.model = torch.addcmul(self.aim(common, inside, far, near), own, client.keep.model)
 
     def shares(self, pulls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What remains of the own model, and comes from the common and from the cluster's mean, [..., 1]."""
+        """Return the shares of the own model, the common mean and the cluster's mean, [..., 1]."""
         far, near = self.lr * pulls[..., :1], self.lr * pulls[..., 1:2]
         return 1 - far - near, far, near
 
     @staticmethod
     def aim(common: Tensor, inside: Tensor, far: Tensor, near: Tensor) -> Tensor:
-        """What the means add to the model when all communicate."""
+        """Return what the means add to the model when all communicate."""
         return torch.addcmul(far * common, near, inside)
 
     def pull_inside(self, client: Client, inside: Tensor, pull: Tensor) -> None:
@@ -232,7 +258,7 @@ class AsyncL2GD(Algorithm):
     def deploy(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
         return self.catch_up(client, steps, rate)
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, self._pace(fed, s, None)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
@@ -247,7 +273,7 @@ class AsyncL2GD(Algorithm):
         return {"begin": (0, 0), "measure": (0, 2), "share": (2, d), **pulls}
 
     def penalty(self, fed: Federation) -> Penalty:
-        """The objective's penalty on these clients."""
+        """Return the objective's penalty on these clients."""
         clusters = fed.known_clusters()
         gamma: float | Tensor | tuple[float, ...] = self.gamma
         if isinstance(gamma, tuple):
@@ -261,13 +287,13 @@ class AsyncL2GD(Algorithm):
         return Penalty.of(clusters, gamma, lambda_=self.lambda_)
 
     def chances(self, penalty: Penalty) -> Coins:
-        """The coins' probabilities, checked."""
+        """Return the coins' probabilities, checked."""
         if self.coins == "one":
             return Coins.of(penalty, self.p0, 0.0)
         return Coins.of(penalty, self.p0, self.p, self.tau)
 
     def constants(self, fed: Federation) -> dict[str, float]:
-        """Largest smoothness and smallest convexity of the clients' losses."""
+        """Return the largest smoothness and the smallest convexity of the clients' losses."""
         replies = fed.fresh(dropout=0.0).map(self.measure)
         return {
             "smoothness": float(replies["smoothness"].max()),
@@ -275,7 +301,7 @@ class AsyncL2GD(Algorithm):
         }
 
     def counts(self, fed: Federation, rounds: int, cluster: int = 0) -> dict[str, int]:
-        """Rounds of communication among the first `rounds`, raw and as the paper counts them, for one cluster."""
+        """Count the rounds of communication of a cluster among the first `rounds`, raw and as the paper does."""
         k = int(fed.known_clusters().max()) + 1
         tossed = [self.toss(fed, t, k) for t in range(1, rounds + 1)]
         everyone = torch.tensor([one for one, _ in tossed])

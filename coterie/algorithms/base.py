@@ -1,19 +1,20 @@
-"""What an algorithm is: frozen hyperparameters, server logic, and phases that clients run."""
+"""The interface of an algorithm: frozen hyperparameters, server logic, and phases that clients run."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
 
-from coterie.errors import SettingError, nearest
-from coterie.federation.calls import arguments
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie._core.errors import SettingError, nearest
+from coterie.engine.calls import arguments
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 def setting(
@@ -27,46 +28,89 @@ def setting(
     tune: tuple[Any, ...] | None = None,
     **more: Any,
 ) -> Any:
-    """A hyperparameter: default, meaning, allowed range (low <= v <= high, v > above) and values worth trying."""
+    """Declare a hyperparameter of an algorithm.
+
+    Parameters
+    ----------
+    default
+        Its default value.
+    help
+        What it means, in a few words; the command line shows it.
+    low
+        Smallest allowed value.
+    above
+        Bound that values must exceed.
+    high
+        Largest allowed value.
+    options
+        Allowed values of a text.
+    tune
+        Values that `coterie tune` tries.
+    **more
+        Arguments of `dataclasses.field`.
+
+    Returns
+    -------
+    Any
+        A field of a dataclass.
+
+    Examples
+    --------
+    >>> from dataclasses import dataclass
+    >>> from coterie import Algorithm, setting
+    >>> @dataclass(frozen=True)
+    ... class Mine(Algorithm):
+    ...     lr: float = setting(0.1, "step size", above=0)
+    >>> Mine(lr=0.3).settings()
+    {'batch': 32, 'lr': 0.3}
+    """
     limits = {"help": help, "low": low, "above": above, "high": high, "options": options, "tune": tune}
     return dataclasses.field(default=default, metadata=limits, **more)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Base of all algorithms.
+    """Base class of all algorithms: a frozen dataclass of hyperparameters, server logic, and client phases.
 
-    Write `start` and `round` for the server, phases for the clients, `deploy` for the model a client uses.
-    A method `begin(self, client, <state fields by name>)`, where present, is run once by every client
-    before its first phase, whenever it joins.
+    Write `start` and `round` for the server, phases for the clients, and `deploy` for the model that a client uses. A
+    phase is a method `(self, client, ...)` that `round` runs on clients with `fed.map`. A method
+    `begin(self, client, <state fields by name>)`, if there is one, runs once on every client before its first phase.
 
-    Examples:
-        A complete algorithm, gradient descent on the average loss:
+    Parameters
+    ----------
+    batch
+        Rows per stochastic gradient; 0 means all rows.
 
-        >>> import torch, coterie
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... class GradientDescent(Algorithm):
-        ...     '''x <- x - lr mean_i grad f_i(x) (Cauchy, 1847).'''
-        ...     lr: float = setting(0.1, "step size", above=0)
-        ...     def start(self, fed):
-        ...         return State(x=fed.initial_model())
-        ...     def round(self, fed, s, t):
-        ...         return State(x=s.x - self.lr * fed.map(self.slope, x=s.x).mean())
-        ...     def slope(self, client, x):
-        ...         return client.full_grad(x)
-        ...     def deploy(self, client, x):
-        ...         return x
-        >>> xs, ys = [torch.ones(3, 1), torch.ones(1, 1)], [torch.zeros(3), 4 * torch.ones(1)]
-        >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
-        >>> run = coterie.fit(fed, GradientDescent(), rounds=200)
-        >>> [round(value, 3) for value in run.personal.squeeze().tolist()]
-        [1.0, 1.0]
+    Examples
+    --------
+    A complete algorithm, gradient descent on the average loss:
+
+    >>> import torch, coterie
+    >>> from dataclasses import dataclass
+    >>> from coterie import Algorithm, State, setting
+    >>> @dataclass(frozen=True)
+    ... class GradientDescent(Algorithm):
+    ...     '''x <- x - lr mean_i grad f_i(x) (Cauchy, 1847).'''
+    ...     lr: float = setting(0.1, "step size", above=0)
+    ...     def start(self, fed):
+    ...         return State(x=fed.initial_model())
+    ...     def round(self, fed, s, t):
+    ...         return State(x=s.x - self.lr * fed.map(self.gradient, x=s.x).mean())
+    ...     def gradient(self, client, x):
+    ...         return client.full_grad(x)
+    ...     def deploy(self, client, x):
+    ...         return x
+    >>> xs, ys = [torch.ones(3, 1), torch.ones(1, 1)], [torch.zeros(3), 4 * torch.ones(1)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+    >>> run = coterie.fit(fed, GradientDescent(), rounds=200)
+    >>> [round(value, 3) for value in run.personal.squeeze().tolist()]
+    [1.0, 1.0]
     """
 
     batch: int = setting(32, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     name: ClassVar[str] = ""
+    begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -84,51 +128,183 @@ class Algorithm:
             _check(self.name, field, getattr(self, field.name))
 
     def start(self, fed: Federation) -> State:
-        """The server's state before the first round."""
+        """Return the server's state before the first round.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+
+        Returns
+        -------
+        State
+            Named tensors, numbers and text.
+        """
         raise NotImplementedError
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        """The server's state after round t = 1, 2, ..."""
+        """Run one round and return the server's new state.
+
+        Parameters
+        ----------
+        fed
+            The federation, whose `map` runs phases on clients.
+        s
+            State after the round before.
+        t
+            Number of the round, 1, 2, ...
+
+        Returns
+        -------
+        State
+            The new state.
+        """
         raise NotImplementedError
 
-    def leap(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
-        """Rounds after `after`, at most to `until`, at once: the state then, and the round it has come to.
+    def fast_forward(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
+        """Run several rounds at once, with the same bits and the same ledger as `round` for each of them.
 
-        Bits and ledger are those of `round` called for one after the other. By default nothing is leapt.
+        Parameters
+        ----------
+        fed
+            The federation.
+        s
+            State after round `after`.
+        after
+            Last round that has been run.
+        until
+            Last round that may be run.
+
+        Returns
+        -------
+        tuple of State and int
+            The new state and its round. By default `s` and `after`: no round is run.
         """
         return s, after
 
     def deploy(self, *client_and_state_fields: Any, **kwargs: Any) -> Tensor:
-        """The model a client uses: `deploy(self, client, x)` takes state fields by name, reads `client.keep`."""
+        """Return the model that a client uses.
+
+        Parameters
+        ----------
+        *client_and_state_fields
+            The client, then state fields: `deploy(self, client, x)` receives the field `x` of the state.
+        **kwargs
+            State fields by name.
+
+        Returns
+        -------
+        Tensor
+            [..., d].
+        """
         raise NotImplementedError
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What `deploy` is sent: (the same for all, a row for each). By default the state fields it names."""
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the arguments of `deploy`: those common to all clients, and those with a row for each.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        s
+            State of the server.
+
+        Returns
+        -------
+        tuple of dict
+            By default the state fields that `deploy` names, common to all.
+        """
         return arguments(self.deploy, s), {}
 
     def common(self, fed: Federation, s: State) -> Tensor | None:
-        """The model of somebody who was not in training: the shared model `x`, where there is one."""
+        """Return the model for a client that was not in training.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        s
+            State of the server.
+
+        Returns
+        -------
+        Tensor or None
+            By default the shared model `x` [d], or None if the state has none.
+        """
         return s.x if "x" in s else None
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
-        """What is worth recording of the state when it is scored: [n] per client, [] for all, or a matrix."""
+        """Return values to record whenever models are scored.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        s
+            State of the server.
+
+        Returns
+        -------
+        dict of Tensor
+            By name: [n] with a value for each client, [] for all of them, or a matrix.
+        """
         return {}
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        """Declared communication: floats down and up per visit, by phase. Checked against the ledger."""
+        """Declare the communication, which the ledger is checked against.
+
+        Parameters
+        ----------
+        d
+            Length of the parameter vector.
+
+        Returns
+        -------
+        dict of str to tuple of int
+            Numbers sent to and by a client per visit, by phase.
+        """
         raise NotImplementedError
 
-    def replace(self, **changes: Any) -> Algorithm:
-        """The same algorithm with some hyperparameters changed; accepts text, as from a command line."""
+    def replace(self, **changes: Any) -> Self:
+        """Return the same algorithm with some hyperparameters changed.
+
+        Parameters
+        ----------
+        **changes
+            New values; text is converted, as from a command line.
+
+        Returns
+        -------
+        Algorithm
+            A new object.
+
+        Examples
+        --------
+        >>> from coterie import Algorithm
+        >>> Algorithm(batch=8).replace(batch="16").batch
+        16
+        """
         return type(self)(**{**self.settings(), **parse(type(self), changes)})
 
     def settings(self) -> dict[str, Any]:
-        """Hyperparameters by name."""
+        """Return the hyperparameters by name.
+
+        Returns
+        -------
+        dict
+            Values of all fields.
+
+        Examples
+        --------
+        >>> from coterie import Algorithm
+        >>> Algorithm(batch=8).settings()
+        {'batch': 8}
+        """
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
 
 
 def parse(cls: type[Algorithm], values: dict[str, Any]) -> dict[str, Any]:
-    """Values for an algorithm's hyperparameters, text turned into the declared type."""
+    """Return values for an algorithm's hyperparameters, with text converted to the declared type."""
     known = {field.name for field in dataclasses.fields(cls) if field.init}
     hints = get_type_hints(cls)
     parsed = {}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client, Reply
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,23 @@ class Ditto(Algorithm):
 
     v_i <- v_i - lr (grad f_i(v_i) + lam (v_i - x)),   x <- mean of local SGD from x
 
-    lam = 0 is training alone; a large lam is the shared model. The shared model is FedAvg's and does not
-    depend on lam.
+    lam = 0 is training alone; a large lam gives the shared model. The shared model is FedAvg's and does not depend on
+    lam.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> xs, ys = [torch.ones(1, 1), torch.ones(1, 1)], [torch.zeros(1), 4 * torch.ones(1)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+    >>> run = coterie.fit(fed, coterie.algorithms.Ditto(lr=0.1, lam=1.0), rounds=50)
+    >>> run.personal.squeeze().round(decimals=2).tolist()
+    [1.0, 3.0]
     """
 
     lr: float = setting(0.05, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    lam: float = setting(1.0, "pull towards the shared model", low=0, tune=(0.01, 0.1, 0.3, 1.0))
+    lam: float = setting(1.0, "strength of the pull to the shared model", low=0, tune=(0.01, 0.1, 0.3, 1.0))
     steps: int = setting(5, "local steps per round", low=1)
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())
@@ -37,10 +46,10 @@ class Ditto(Algorithm):
     def begin(self, client: Client, x: Tensor) -> None:
         client.keep.personal = x
 
-    def train(self, client: Client, x: Tensor) -> Reply:
+    def train(self, client: Client, x: Tensor) -> Tensor:
         v = client.keep.personal
-        client.keep.personal = client.sgd(v, self.lr, self.steps, pull=self.lam, towards=x, turn=(0, 2))
-        return client.trained(x, self.lr, self.steps, turn=(1, 2))
+        client.keep.personal = client.sgd(v, self.lr, self.steps, prox=self.lam, anchor=x, stream="personal")
+        return client.sgd(x, self.lr, self.steps)
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.personal

@@ -1,4 +1,4 @@
-"""FC: federated clustering by cluster size, a baseline of CoBo."""
+"""FC: federated clustering by cluster size, a baseline in the CoBo paper."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
 from coterie.algorithms.neighbours import at_each, ball_quality, moved, strangers
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.ledger import INSIDE
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.ledger import INSIDE
+from coterie.engine.state import State
+from coterie.models.heads import last_layer
 from coterie.theory.sketch import PARTS, clustered_part
 from coterie.theory.threshold import Clustering, Size, threshold_cluster
 
@@ -22,17 +23,21 @@ from coterie.theory.threshold import Clustering, Size, threshold_cluster
 class Fc(Algorithm):
     """Each client averages the gradients nearest to its own (Werner et al. 2023; the baseline in CoBo, 2024).
 
-    i sends x_i, every j returns g_j(x_i) on j's data;  v <- (1/N) sum_j (g_j if |g_j - v| <= tau else v), started at
-    g_i, `passes` times, tau the distance of the `size`-th nearest gradient;   x_i <- x_i - lr v
+    client i sends x_i, every j returns g_j(x_i) on j's data;   x_i <- x_i - lr v, where v starts at g_i and
+    v <- (1/N) sum_j (g_j if |g_j - v| <= tau else v)   `passes` times, tau the distance of the `size`-th nearest g_j
 
-    CoBo's code takes gradients of the others' models on i's own data instead, and does much worse for it.
+    Deviation: CoBo's code takes gradients of the others' models on i's own data instead, which is much worse.
     """
 
     lr: float = setting(0.05, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    size: int = setting(0, "clients in a cluster, oneself included; 0: of the smallest known cluster", low=0)
+    size: int = setting(
+        0,
+        "clients in a cluster, including the client itself; 0: as many as in the smallest known cluster",
+        low=0,
+    )
     passes: int = setting(10, "passes of the clustering per round", low=1)
     cluster_on: str = setting("all", "part of the gradient that is clustered", options=PARTS)
-    width: int = setting(256, "length of the random projection", low=1)
+    width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
 
     def start(self, fed: Federation) -> State:
         size = self.size or int(torch.bincount(fed.known_clusters(f"{self.name} with size = 0")).min())
@@ -40,7 +45,7 @@ class Fc(Algorithm):
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         def look(points: Tensor, starts: Tensor) -> Clustering:
-            part = clustered_part(points, self.cluster_on, fed.model, self.width, fed.seed)
+            part = clustered_part(points, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
             nearest = Size(min(1.0, s.size / len(part)))
             return threshold_cluster(part, start_weights=starts, rule=nearest, rounds=self.passes)
 
@@ -57,7 +62,7 @@ class Fc(Algorithm):
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, {"x": s.models}
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from coterie._core.errors import CoterieError, SettingError
 from coterie.algorithms.base import Algorithm, setting
-from coterie.errors import CoterieError, SettingError
-from coterie.federation.client import Client
-from coterie.federation.compressors import compressor
-from coterie.federation.federation import Federation
-from coterie.federation.replies import Replies
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.compressors import compressor
+from coterie.engine.federation import Federation
+from coterie.engine.replies import Replies
+from coterie.engine.state import State
 from coterie.models.base import norm
 from coterie.theory import flix as theory
 from coterie.theory.flix import Mixture
@@ -22,52 +22,67 @@ from coterie.theory.flix import Mixture
 Alpha = float | str | tuple[float, ...]
 FULL = ("dgd", "dcgd", "diana")  # solvers that use all rows in a gradient and a step size from theory
 GRID = 11  # mixtures tried by alpha = "auto": 0, 0.1, ..., 1
-CHOICES = 64  # visits after which alpha = "auto" chooses no more
-CHECK_EVERY = 20  # local steps between looks at the gradient norm
-UNKNOWN = -1.0  # the smoothness of a client that has not told it
-GROWTH = 1e6  # a gradient that has grown this much since the first round is divergence
+CHOICES = 64  # last visit at which alpha = "auto" chooses
+CHECK_EVERY = 20  # local steps between checks of the gradient norm
+UNKNOWN = -1.0  # smoothness of a client that has not sent it
+GROWTH = 1e6  # growth of the gradient since the first round that counts as divergence
 
 
 @dataclass(frozen=True)
 class FLIX(Algorithm):
     """Explicit mixtures of a shared and a local model (Gasanov, Khaled, Horvath, Richtarik, AISTATS 2022).
 
-    x_i = argmin f_i, at home;   T_i(x) = alpha_i x + (1 - alpha_i) x_i;   minimise f~(x) = mean_i f_i(T_i(x))
+    x_i = argmin f_i, computed locally;   T_i(x) = alpha_i x + (1 - alpha_i) x_i;   minimise f~(x) = mean_i f_i(T_i(x))
     G_i = alpha_i grad f_i(T_i(x)), and x <- x - lr g with
     dgd: g = mean G_i;   dcgd: g = mean C(G_i);   diana: D_i = C(G_i - h_i), g = h + mean D_i, h_i += beta D_i
     one-shot: x = sum_i w_i x_i, w_i ~ alpha_i^2 L_i, in one round;   sgd, adam: G_i of a minibatch, sampled clients
 
-    alpha = 0 is training alone and costs nothing, alpha = 1 is gradient descent on the average risk. `alpha` is a
+    alpha = 0 is training alone and sends nothing, alpha = 1 is gradient descent on the average risk. `alpha` is a
     number, one per client, or "auto": each client takes the mixture with the lowest error on its validation rows,
-    again at its visits 1, 2, 4, ..., 64, and reports its choice. Local models never leave the clients, except
-    into the average that `one-shot` and `start_at="average"` ask for. lr = 0 takes the step size of theory
-    from the clients' smoothness. Deviation: the means are over clients that answered.
+    chooses again at its visits 1, 2, 4, ..., 64, and reports its choice. Local models never leave the clients, except
+    for the average of `one-shot` and `start_at="average"`. lr = 0 takes the step size of theory from the clients'
+    smoothness. Deviation: the means are over clients that answered.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> xs, ys = [torch.ones(1, 1), torch.ones(1, 1)], [torch.zeros(1), 4 * torch.ones(1)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+    >>> run = coterie.fit(fed, coterie.algorithms.FLIX(alpha=0.5), rounds=20)
+    >>> run.personal.squeeze().round(decimals=2).tolist()
+    [1.0, 3.0]
     """
 
     alpha: float | str | tuple[float, ...] = setting(
         0.5,
-        "share of the shared model: a number, one per client, or 'auto'",
+        "weight of the shared model in the mixture: a number, one per client, or 'auto'",
         low=0,
         high=1,
         tune=(0.1, 0.3, 0.5, 0.7, 0.9),
     )
     solver: str = setting(
-        "dgd", "how x is found", options=("one-shot", "dgd", "dcgd", "diana", "sgd", "adam")
+        "dgd", "solver of the shared model", options=("one-shot", "dgd", "dcgd", "diana", "sgd", "adam")
     )
-    compressor: str = setting("identity", "what clients send: rand-K, natural, qsgd-S, ... (not for dgd)")
-    lr: float = setting(0.0, "step size; 0 takes that of theory (not for sgd and adam)", low=0)
+    compressor: str = setting(
+        "identity", "compressor of the clients' messages: rand-K, natural, qsgd-S, ... (not for dgd)"
+    )
+    lr: float = setting(0.0, "step size; 0 takes it from theory (not for sgd and adam)", low=0)
     start_at: str = setting(
-        "initial", "first x: the model's, or the one-shot average", options=("initial", "average")
+        "initial",
+        "first x: the model's initial point, or the one-shot average",
+        options=("initial", "average"),
     )
     shift: str = setting(
         "gradient", "first h_i of diana: G_i, sent once, or zero", options=("gradient", "zero")
     )
     average: bool = setting(False, "deploy the mean of all x instead of the last one")
-    local: str = setting("exact", "how x_i is found: the model's solver, or SGD", options=("exact", "sgd"))
+    local: str = setting(
+        "exact", "how local models are computed: by the model's solver, or SGD", options=("exact", "sgd")
+    )
     local_tol: float = setting(1e-6, "gradient norm at which the local solver stops", above=0)
     local_lr: float = setting(0.1, "step size of local SGD", above=0)
-    local_steps: int = setting(1000, "most steps of local SGD", low=1)
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    local_steps: int = setting(1000, "maximal steps of local SGD", low=1)
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     theory_example: ClassVar[dict[str, Any]] = {"alpha": 0.6, "solver": "diana", "compressor": "rand-2"}
 
@@ -94,9 +109,35 @@ class FLIX(Algorithm):
         compressor: str = "identity",
         **settings: Any,
     ) -> FLIX:
-        """The step size of theory as a number: each client is asked for L_i and mu_i.
+        """Return FLIX with the step size of theory, for which each client is asked for L_i and mu_i.
 
         Without strong convexity DCGD and DIANA take a quarter of it and deploy the mean of the iterates.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        alpha
+            Weight of the shared model: a number, one per client, or "auto".
+        solver
+            Solver of the shared model.
+        compressor
+            Compressor of the clients' messages.
+        **settings
+            Other hyperparameters.
+
+        Returns
+        -------
+        FLIX
+            The algorithm.
+
+        Examples
+        --------
+        >>> import torch, coterie
+        >>> xs, ys = [torch.ones(1, 1), torch.ones(1, 1)], [torch.zeros(1), 4 * torch.ones(1)]
+        >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+        >>> coterie.algorithms.FLIX.from_theory(fed, alpha=0.5).lr
+        4.0
         """
         asked = cls(alpha=alpha, solver=solver, compressor=compressor, **settings)
         if solver not in FULL or asked.alpha == "auto":
@@ -104,11 +145,11 @@ class FLIX(Algorithm):
         mixture = asked.mixture(fed)
         lr = theory.step(solver, mixture, asked._omega(fed.d))
         if mixture.mu <= 0 and solver != "dgd":
-            return asked.replace(lr=lr / 4, average=True)  # type: ignore[return-value]
-        return asked.replace(lr=lr)  # type: ignore[return-value]
+            return asked.replace(lr=lr / 4, average=True)
+        return asked.replace(lr=lr)
 
     def mixture(self, fed: Federation) -> Mixture:
-        """alpha_i, L_i and mu_i of all clients, asked apart from any run."""
+        """Ask all clients, outside of any run, for alpha_i, L_i and mu_i."""
         asked = fed.fresh(dropout=0.0).map(self.constants)
         return Mixture(self._alphas(fed), asked["smoothness"], asked["convexity"])
 
@@ -142,8 +183,8 @@ class FLIX(Algorithm):
         if self.solver == "one-shot":
             return s
         if self.solver in FULL and self.lr == 0 and (s.smoothness == UNKNOWN).all():
-            s = self._told(s, fed.map(self.constants))
-        s, g = self._slope(fed, s, t)
+            s = self._with_smoothness(s, fed.map(self.constants))
+        s, g = self._estimate(fed, s, t)
         return self._step(fed, s, g, t)
 
     def begin(self, client: Client) -> None:
@@ -165,21 +206,21 @@ class FLIX(Algorithm):
         return {"smoothness": client.smoothness(), "convexity": client.convexity()}
 
     def rest(self, client: Client) -> None:
-        """alpha = 0: there is nothing to say."""
+        """Do nothing: with alpha = 0 no message is needed."""
 
     def local_model(self, client: Client) -> dict[str, Tensor]:
-        """The one message in which a local model travels, for the one-shot average."""
+        """Return the local model and its smoothness, for the one-shot average."""
         return {"x": client.keep.own, "smoothness": client.smoothness()}
 
     def slope(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor | dict[str, Tensor]:
-        """G_i(x), on all rows or, for sgd and adam, on a minibatch."""
-        alpha = self._own_alpha(client, x, alpha)
-        mixed = self._mixed(client, x, alpha)
-        g = alpha * (client.full_grad(mixed) if self.solver in FULL else client.grad(mixed))
+        """Return G_i(x), on all rows or, for sgd and adam, on a minibatch."""
+        share = self._own_alpha(client, x, alpha)
+        mixed = self._mixed(client, x, share)
+        g = share * (client.full_grad(mixed) if self.solver in FULL else client.grad(mixed))
         return {"g": g, "alpha": client.keep.alpha} if self.alpha == "auto" else g
 
     def shifts(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """DIANA's first h_i, sent whole."""
+        """Return DIANA's first h_i, uncompressed."""
         alpha = alpha if self.alpha != "auto" else client.keep.alpha
         client.keep.h = self._gradient(client, x, alpha)
         return client.keep.h
@@ -187,7 +228,7 @@ class FLIX(Algorithm):
     def shifted_slope(
         self, client: Client, x: Tensor, alpha: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """D_i = C(G_i(x) - h_i); both sides then move h_i by beta D_i."""
+        """Return D_i = C(G_i(x) - h_i); client and server then move h_i by beta D_i."""
         sent = client.compress(self._gradient(client, x, self._own_alpha(client, x, alpha)) - client.keep.h)
         client.keep.h = client.keep.h + self._beta(x.shape[-1]) * sent
         return {"g": sent, "alpha": client.keep.alpha} if self.alpha == "auto" else sent
@@ -195,7 +236,7 @@ class FLIX(Algorithm):
     def deploy(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         return self._mixed(client, x, client.keep.alpha if self.alpha == "auto" else self._number(alpha))
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {"x": s.mean if self.average else s.x}, self._each(s, None)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
@@ -216,29 +257,29 @@ class FLIX(Algorithm):
 
     def _one_shot(self, fed: Federation, s: State) -> State:
         r = fed.map(self.local_model)
-        s = self._told(s, r)
+        s = self._with_smoothness(s, r)
         if len(r) == 0:
             return s
         x = Mixture(s.alpha[r.ids], r["smoothness"], torch.zeros(len(r))).average(r["x"])
         return s.replace(x=x, ready=True, **({"mean": x} if self.average else {}))
 
-    def _slope(self, fed: Federation, s: State, t: int) -> tuple[State, Tensor]:
-        """The server's estimate g of the gradient at x, and the state with what came along."""
+    def _estimate(self, fed: Federation, s: State, t: int) -> tuple[State, Tensor]:
+        """Return the state with what clients reported, and the estimate g of the gradient at x."""
         ids = fed.sample(t, self.participation)
         sent: dict[str, Any] = {"x": s.x, "to": ids, "each": self._each(s, ids)}
         if self.solver != "diana":
             r = fed.map(self.slope, **sent, compress=self._compress)
-            return self._heard(s, r), r.mean(self._name, uniform=True)
+            return self._with_alphas(s, r), r.mean(self._name, uniform=True)
         if not s.shifted:
             r = fed.map(self.shifts, x=s.x, each=self._each(s, None))
             s = s.replace(h=r.values.sum(0) / fed.n if len(r) else s.h, shifted=True)
         r = fed.map(self.shifted_slope, **sent, compress=self.compressor)
         mean = r.mean(self._name, uniform=True)
         g = s.h + mean
-        return self._heard(s, r).replace(h=s.h + self._beta(fed.d) * mean * (len(r) / fed.n)), g
+        return self._with_alphas(s, r).replace(h=s.h + self._beta(fed.d) * mean * (len(r) / fed.n)), g
 
     def _step(self, fed: Federation, s: State, g: Tensor, t: int) -> State:
-        """One step along g, after a look at whether the steps so far diverge."""
+        """Take a step along g, or raise an error if the steps diverge."""
         lr = self.lr or self._theory_step(fed, s)
         size = float(norm(g))
         first = s.first or size
@@ -261,21 +302,21 @@ class FLIX(Algorithm):
         return s.replace(x=x, first=first)
 
     def _theory_step(self, fed: Federation, s: State) -> float:
-        """From the smoothness of the clients that told it; 0 where nobody did or nothing curves."""
+        """Return the step size from the known smoothness of clients; 0 if it is unknown or zero."""
         known = s.smoothness != UNKNOWN
         if self.solver not in FULL or not known.any():
             return 0.0
         mixture = Mixture(s.alpha[known], s.smoothness[known], torch.zeros(int(known.sum())))
         return theory.step(self.solver, mixture, self._omega(fed.d))
 
-    def _told(self, s: State, r: Replies) -> State:
-        """What clients told of their smoothness."""
+    def _with_smoothness(self, s: State, r: Replies) -> State:
+        """Return the state with the smoothness that clients sent."""
         if len(r) == 0:
             return s
         return s.replace(smoothness=r.put(s.smoothness.unsqueeze(-1), "smoothness").squeeze(-1))
 
-    def _heard(self, s: State, r: Replies) -> State:
-        """What clients reported of their choice of alpha."""
+    def _with_alphas(self, s: State, r: Replies) -> State:
+        """Return the state with the alphas that clients chose."""
         if self.alpha != "auto" or len(r) == 0:
             return s
         return s.replace(alpha=r.put(s.alpha.to(r["alpha"]).unsqueeze(-1), "alpha").squeeze(-1))
@@ -296,7 +337,7 @@ class FLIX(Algorithm):
         return theory.diana_beta(self._omega(d))
 
     def _alphas(self, fed: Federation) -> Tensor:
-        """alpha_i of every client [n]; 1/2 where it is still to be chosen."""
+        """Return alpha_i of every client, [n]; 1/2 if it is not chosen yet."""
         if isinstance(self.alpha, tuple):
             if len(self.alpha) != fed.n:
                 raise SettingError(f"flix: {len(self.alpha)} values of alpha for {fed.n} clients")
@@ -309,11 +350,11 @@ class FLIX(Algorithm):
             return {}
         return {"alpha": (s.alpha if ids is None else s.alpha[ids]).unsqueeze(-1)}
 
-    def _number(self, alpha: Tensor | None) -> Any:
-        return self.alpha if alpha is None else alpha
+    def _number(self, alpha: Tensor | None) -> Tensor | float:
+        return cast(float, self.alpha) if alpha is None else alpha
 
-    def _own_alpha(self, client: Client, x: Tensor, alpha: Tensor | None) -> Any:
-        """The client's alpha; with "auto" chosen anew at some visits."""
+    def _own_alpha(self, client: Client, x: Tensor, alpha: Tensor | None) -> Tensor | float:
+        """Return the client's alpha; "auto" chooses it again at visits 1, 2, 4, ..., 64."""
         if self.alpha != "auto":
             return self._number(alpha)
         visit = client.keep.visits + 1
@@ -326,14 +367,14 @@ class FLIX(Algorithm):
             client.keep.alpha = torch.where(due, best, client.keep.alpha)
         return client.keep.alpha
 
-    def _mixed(self, client: Client, x: Tensor, alpha: Any) -> Tensor:
-        """T_i(x)."""
+    def _mixed(self, client: Client, x: Tensor, alpha: Tensor | float) -> Tensor:
+        """Return T_i(x)."""
         return alpha * x + (1 - alpha) * client.keep.own
 
-    def _gradient(self, client: Client, x: Tensor, alpha: Any) -> Tensor:
-        """G_i(x)."""
-        alpha = self._number(alpha)
-        return alpha * client.full_grad(self._mixed(client, x, alpha))
+    def _gradient(self, client: Client, x: Tensor, alpha: Tensor | float | None) -> Tensor:
+        """Return G_i(x) on all rows."""
+        share = self._number(alpha) if alpha is None else alpha
+        return share * client.full_grad(self._mixed(client, x, share))
 
     def _solve(self, client: Client, x: Tensor) -> Tensor:
         if self.local == "exact":
@@ -353,7 +394,7 @@ class FLIX(Algorithm):
 
 
 def _read_alpha(alpha: Any) -> Alpha:
-    """A number, a tuple, or 'auto'; text may list one number per client, separated by commas."""
+    """Return a number, a tuple, or 'auto'; text may list one number per client, separated by commas."""
     if isinstance(alpha, str) and alpha != "auto":
         parts = alpha.split(",")
         try:

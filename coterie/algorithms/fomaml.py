@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,18 @@ class FOMAML(Algorithm):
     y = x_i after `inner_steps` of y <- y - inner_lr grad f_i(y),   x_i <- x_i - lr grad f_i(y),   x <- mean_i x_i
     client i deploys x after `tuning_steps` of y <- y - inner_lr grad f_i(y)
 
-    Each gradient has a fresh minibatch. Clients are averaged alike, as tasks are in the paper. On least squares
+    Each gradient has a fresh minibatch. Clients have equal weights, as tasks have in the paper. On least squares
     with full batches, steps = 1 and inner_steps = 1, x converges to the solution weighted by S_i (1 - inner_lr S_i).
     """
 
     lr: float = setting(0.05, "step size of the shared model", above=0, tune=(0.01, 0.03, 0.1, 0.3, 1.0))
-    inner_lr: float = setting(0.05, "step size at home", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    inner_steps: int = setting(1, "steps looked ahead", low=1)
+    inner_lr: float = setting(
+        0.05, "step size of the inner steps and of fine-tuning", above=0, tune=(0.01, 0.03, 0.1, 0.3)
+    )
+    inner_steps: int = setting(1, "inner steps", low=1)
     steps: int = setting(1, "outer steps per round", low=1)
-    tuning_steps: int = setting(10, "steps at home when deployed", low=0, tune=(1, 5, 20))
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    tuning_steps: int = setting(10, "fine-tuning steps when deployed", low=0, tune=(1, 5, 20))
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import setting
 from coterie.algorithms.fine_tuned import FineTuned
-from coterie.errors import SettingError
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
 class FTFA(FineTuned):
-    """FedAvg, then SGD at home (Cheng, Chadha, Duchi 2022, Algorithm 5).
+    """FedAvg, then SGD on the client's own rows (Cheng, Chadha, Duchi 2022, Algorithm 5).
 
     x as in FedAvg;   client i deploys x after `tuning_epochs` epochs of y <- y - tuning_lr grad f_i(y)
 
@@ -26,9 +26,13 @@ class FTFA(FineTuned):
     ceil(rows / batch) steps, whose rows are drawn with replacement as everywhere in this library.
     """
 
-    tuning_lr: float = setting(0.05, "step size at home", above=0, tune=(0.001, 0.01, 0.1, 1.0))
-    tuning: str = setting("epochs", "how tuning at home is measured", options=("epochs", "steps", "exact"))
-    tuning_epochs: int = setting(10, "epochs at home", low=0)
+    tuning_lr: float = setting(0.05, "step size of fine-tuning", above=0, tune=(0.001, 0.01, 0.1, 1.0))
+    tuning: str = setting(
+        "epochs",
+        "unit of fine-tuning: epochs, steps, or its limit (exact)",
+        options=("epochs", "steps", "exact"),
+    )
+    tuning_epochs: int = setting(10, "epochs of fine-tuning", low=0)
 
     def start(self, fed: Federation) -> State:
         self._check_model(fed)
@@ -37,21 +41,21 @@ class FTFA(FineTuned):
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         if self.tuning == "exact":
             return self._solved(client, x)
-        centre, count = x, self._steps_at_home(client)
+        anchor, count = x, self._tuning_count(client)
         for step in range(int(count.max())):
-            moved = x - self.tuning_lr * self._slope_at_home(client, x, centre)
+            moved = x - self.tuning_lr * self._tuning_grad(client, x, anchor)
             x = torch.where(step < count, moved, x)
         return x
 
-    def _steps_at_home(self, client: Client) -> Tensor:
-        """How many steps each client takes, [..., 1]."""
+    def _tuning_count(self, client: Client) -> Tensor:
+        """Return the number of fine-tuning steps of each client, [..., 1]."""
         if self.tuning == "steps":
             return torch.full_like(client.size, self.tuning_steps)
         return self.tuning_epochs * (
             torch.ceil(client.size / self.batch) if self.batch else torch.ones_like(client.size)
         )
 
-    def _slope_at_home(self, client: Client, x: Tensor, centre: Tensor) -> Tensor:
+    def _tuning_grad(self, client: Client, x: Tensor, anchor: Tensor) -> Tensor:
         return client.grad(x)
 
     def _solved(self, client: Client, x: Tensor) -> Tensor:

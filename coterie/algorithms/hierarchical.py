@@ -1,4 +1,4 @@
-"""Hierarchical models for known clusters: how far clients are pulled together is estimated from the data."""
+"""Hierarchical models for known clusters; the data decide how strongly clients are pulled together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, setting
-from coterie.errors import SettingError
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.replies import Replies
-from coterie.federation.state import State
-from coterie.theory.hierarchical import Penalty, centres, certainty, lift, pseudo_solve, settle, times
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.replies import Replies
+from coterie.engine.state import State
+from coterie.theory.cluster_penalty import Penalty
+from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
 from coterie.theory.variance_components import EFFECTS, Components, Sums, maximum_likelihood, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
@@ -37,23 +38,41 @@ class Hierarchical(Algorithm):
 
     gamma = 1/s_j^2 and lambda = 1/s0^2 are inverse variances between clients and between clusters, estimated from
     sums over rows by maximum likelihood, or the pair with the lowest validation loss (`choose`). Least squares
-    ends at the exact minimiser in one round; logistic and softmax take Newton steps, with variances of the
-    quadratic model around the present one (Breslow and Clayton 1993); networks, and models with more than 256
-    parameters, take gradient steps with the pulls as given (tune them). With grouping = "one" all clients are one
-    cluster: the random-coefficients model of clients without known clusters.
+    reaches the exact minimiser in one round; logistic and softmax take Newton steps, with variances of the
+    quadratic model around the current one (Breslow and Clayton 1993); networks, and models with more than 256
+    parameters, take gradient steps with gamma and lambda as given (tune them). With grouping = "one" all clients form
+    one cluster: the random-coefficients model, for clients without known clusters.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> xs = [torch.ones(3, 1)] * 3
+    >>> ys = [torch.tensor([-1.0, 0.0, 1.0]) + mean for mean in (0.0, 1.0, 5.0)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+    >>> run = coterie.fit(fed, coterie.algorithms.Hierarchical(grouping="one"), rounds=1)
+    >>> [round(value, 1) for value in run.personal.squeeze().tolist()]
+    [0.1, 1.1, 4.8]
     """
 
-    choose: str = setting("auto", "how gamma and lambda are found", options=CHOICES)
+    choose: str = setting("auto", "how gamma and lambda are chosen", options=CHOICES)
     effects: str = setting(
-        "auto", "variances: the same, one each, of the intercept", options=("auto", *EFFECTS)
+        "auto",
+        "one variance for all coefficients, one for each, or of the intercept only",
+        options=("auto", *EFFECTS),
     )
-    gamma: float = setting(1.0, "pull of a client to its cluster, where given", above=0, tune=GAMMAS)
-    lambda_: float = setting(1.0, "pull of a cluster to the common centre, where given", low=0, tune=LAMBDAS)
-    solver: str = setting("auto", "second derivatives or gradients", options=("auto", "newton", "gradient"))
+    gamma: float = setting(
+        1.0, "strength of the pull of a client to its cluster (choose = given)", above=0, tune=GAMMAS
+    )
+    lambda_: float = setting(
+        1.0, "strength of the pull of a cluster to the common centre (choose = given)", low=0, tune=LAMBDAS
+    )
+    solver: str = setting(
+        "auto", "use second derivatives (newton) or gradients", options=("auto", "newton", "gradient")
+    )
     lr: float = setting(0.1, "step size of the gradient solver", above=0, tune=(0.03, 0.1, 0.3))
     steps: int = setting(5, "steps per round of the gradient solver", low=1)
     grouping: str = setting(
-        "known", "clusters: the known ones, or everybody in one", options=("known", "one")
+        "known", "use the known clusters, or one cluster of all clients", options=("known", "one")
     )
 
     def start(self, fed: Federation) -> State:
@@ -77,7 +96,7 @@ class Hierarchical(Algorithm):
         return self.newton_round(fed, s, t) if self.newton(fed) else self.gradient_round(fed, s)
 
     def newton_round(self, fed: Federation, s: State, t: int) -> State:
-        """Clients send the quadratic around their model; block elimination gives the centres, clients follow."""
+        """Take a Newton step: clients send their quadratic models, block elimination gives the centres."""
         replies = fed.map(self.curve, link=self.link)
         if not len(replies):
             return s
@@ -107,7 +126,7 @@ class Hierarchical(Algorithm):
         )
 
     def gradient_round(self, fed: Federation, s: State) -> State:
-        """Clients take steps towards their cluster's centre; the centres are the best for their models."""
+        """Take gradient steps: clients are pulled to their centres, and the centres minimise the penalty."""
         clusters = self.clusters(fed)
         each = {"centre": s.centres[clusters]}
         replies = fed.map(self.train, each=each, link=self.link)
@@ -123,7 +142,7 @@ class Hierarchical(Algorithm):
         return s.replace(x=common, centres=middle)
 
     def components(self, fed: Federation, sums: Sums, near: Components | None) -> Components:
-        """The variances, by the way chosen; for losses other than least squares the noise is one."""
+        """Return the variances as `choose` says; for losses other than least squares the noise is one."""
         choice, noise = self.choice(fed), None if fed.model.has_statistics else 1.0
         if choice == "given":
             return self.isotropic(fed, self.gamma, self.lambda_)
@@ -137,7 +156,7 @@ class Hierarchical(Algorithm):
         return _rounded(maximum_likelihood(sums, effects, **settings))
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
-        """The pair of pulls with the lowest validation loss one step from here."""
+        """Return the variances of the pair (gamma, lambda) with the lowest validation loss after one step."""
         pairs = [self.isotropic(fed, gamma, lambda_) for gamma, lambda_ in PAIRS]
         aims = []
         for pair in pairs:
@@ -155,12 +174,12 @@ class Hierarchical(Algorithm):
         client.keep.model = x
 
     def curve(self, client: Client) -> Tensor:
-        """1/2 t'At - b't + c around the client's model, summed over rows, as one vector (A, b, c)."""
+        """Return A, b, c of 1/2 t'At - b't + c around the client's model, summed over rows, as one vector."""
         a, b, c = _quadratic(client, client.keep.model, _weight(client))
         return torch.cat([a.flatten(-2), b, c], -1)
 
     def place(self, client: Client, centre: Tensor, spread: Tensor, noise: float) -> None:
-        """The client's model given its cluster's centre, by Newton steps that never raise its objective."""
+        """Move the client's model, given its cluster's centre, by Newton steps that never raise its objective."""
         weight = _weight(client) / noise
         x = torch.where(spread > 0, client.keep.model, centre)
 
@@ -175,7 +194,7 @@ class Hierarchical(Algorithm):
         client.keep.model = x
 
     def judge(self, client: Client, aims: Tensor) -> Tensor:
-        """Validation loss after one step towards each of the centres, [..., pairs]."""
+        """Return the validation loss after one step with each of the centres, [..., pairs]."""
         a, b, _ = _quadratic(client, client.keep.model, _weight(client))
         losses = []
         for aim, (gamma, _) in zip(aims.unbind(-2), PAIRS, strict=True):
@@ -184,7 +203,7 @@ class Hierarchical(Algorithm):
         return torch.cat(losses, -1)
 
     def train(self, client: Client, centre: Tensor) -> Tensor:
-        """Gradient steps on the mean loss, implicit ones on the pull, which no step size can overshoot."""
+        """Take steps that are explicit in the mean loss and implicit in the pull, which cannot overshoot."""
         x, scale = client.keep.model, _weight(client) / client.size
         pace = self.lr * self.gamma / client.size
         for _ in range(self.steps):
@@ -196,11 +215,11 @@ class Hierarchical(Algorithm):
         return client.keep.model
 
     def adapt(self, fed: Federation, s: State, personal: Tensor, rounds: int) -> Tensor | None:
-        """Newcomers: the posterior mean (mode, for classes) given the variances and all that others sent.
+        """Return models of new clients: the posterior mean (mode, for classes) given variances and centres.
 
-        A newcomer's t varies by s_j^2 around w_j, which is itself known only so far: its prior is normal around the
-        estimated centre with precision Q = lift(certainty of w_j, s_j^2). It joins the cluster under which its rows
-        are most likely. None with the gradient solver, which estimates no variances.
+        A new client's t varies by s_j^2 around w_j, which is itself uncertain: its prior is normal around the estimated
+        centre with precision Q = lift(certainty of w_j, s_j^2). It joins the cluster under which its rows are most
+        likely. None with the gradient solver, which estimates no variances.
         """
         if "certainty" not in s or not self.newton(fed):
             return None
@@ -214,7 +233,7 @@ class Hierarchical(Algorithm):
         return joined[torch.arange(fed.n), joined[..., -1].argmax(1), :-1]
 
     def join(self, client: Client, centre: Tensor, prior: Tensor, noise: float) -> Tensor:
-        """The model given a normal prior, and the log-likelihood of the rows under it but for a constant.
+        """Return the model under a normal prior, and the log-likelihood of the rows up to a constant.
 
         n f(t)/sigma^2 + (t - w)'Q(t - w)/2 at its minimum, and half the log-determinant of I + Q^-1 A (Laplace).
         """
@@ -245,20 +264,20 @@ class Hierarchical(Algorithm):
         return {"begin": (d, 0), "train": (d, d), **newton}
 
     def newton(self, fed: Federation) -> bool:
-        """Whether clients send second derivatives."""
-        able = hasattr(fed.model, "hessian")
+        """Return True if clients send second derivatives."""
+        able = fed.model.has_hessian
         if self.solver == "newton" and not able:
             raise SettingError("hierarchical: this model has no second derivatives; use solver = 'gradient'")
         return self.solver == "newton" or (self.solver == "auto" and able and fed.d <= LARGEST)
 
     def choice(self, fed: Federation) -> str:
-        """How the pulls are found on this federation."""
+        """Return how gamma and lambda are chosen on this federation."""
         if self.choose != "auto":
             return self.choose
         return "ml" if self.newton(fed) else "given"
 
     def clusters(self, fed: Federation) -> Tensor:
-        """The cluster of every client [n]."""
+        """Return the cluster of every client, [n]."""
         if self.grouping == "one":
             return torch.zeros_like(fed.everyone)
         return fed.known_clusters(f"{self.name} with grouping = 'known'")
@@ -268,22 +287,22 @@ class Hierarchical(Algorithm):
 
     @property
     def link(self) -> str:
-        """Whom the clients talk to: the heads of their clusters, or the server where there is one cluster."""
+        """Link of the clients: to the heads of their clusters, or to the server if there is one cluster."""
         return "client-server" if self.grouping == "one" else "client-cluster"
 
     def pass_on(self, fed: Federation, down: Tensor, up: Tensor) -> None:
-        """What heads of clusters exchange with the server."""
+        """Count what the heads of clusters exchange with the server."""
         if self.grouping == "known":
             fed.exchange("centres", "cluster-server", down=down, up=up)
 
     def isotropic(self, fed: Federation, gamma: float, lambda_: float) -> Components:
-        """The variances that two pulls stand for."""
+        """Return the variances 1/gamma and 1/lambda."""
         within = torch.full((self.count(fed), fed.d), 1 / gamma, dtype=torch.float64, device=fed.device)
         between = torch.full_like(within[0], 1 / lambda_ if lambda_ > 0 else torch.inf)
         return Components(1.0, within, between)
 
     def sums(self, fed: Federation, replies: Replies) -> Sums:
-        """What clients sent, as the sums of a linear model."""
+        """Return what clients sent as the sums of a linear model."""
         d, values = fed.d, replies.values.double()
         a, b, c = values[:, : d * d].unflatten(-1, (d, d)), values[:, d * d : -1], values[:, -1:]
         clusters, count = self.clusters(fed)[replies.ids], self.count(fed)
@@ -293,22 +312,22 @@ class Hierarchical(Algorithm):
 
 
 def _weight(client: Client) -> Tensor | float:
-    """Factor that turns the model's loss into a sum over rows."""
+    """Return the factor that turns the model's loss into a sum over rows."""
     return client.size if client.model.reduction == "mean" else 1.0
 
 
 def _quadratic(client: Client, x: Tensor, weight: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """A, b, c of the weighted loss around x, in float64."""
+    """Return A, b, c of the weighted loss around x, in float64."""
     a = client.hessian(x).double()
-    slope, value = client.full_grad(x).double(), client.loss(x).double()
-    b = times(a, x.double()) - slope
+    grad, value = client.full_grad(x).double(), client.loss(x).double()
+    b = times(a, x.double()) - grad
     c = value - (x.double() * (0.5 * times(a, x.double()) - b)).sum(-1, keepdim=True)
     scale: Any = weight.double() if isinstance(weight, Tensor) else weight
     return a * (scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale), b * scale, c * scale
 
 
 def _downhill(objective: Callable[[Tensor], Tensor], x: Tensor, aim: Tensor) -> Tensor:
-    """From x towards aim, halving the way until the objective does not rise."""
+    """Step from x towards aim, halving the step until the objective does not rise."""
     before, share = objective(x), torch.ones_like(x[..., :1])
     for _ in range(8):
         worse = objective(x + share * (aim - x)) > before + 1e-12 * before.abs()
@@ -319,14 +338,14 @@ def _downhill(objective: Callable[[Tensor], Tensor], x: Tensor, aim: Tensor) -> 
 
 
 def _log_volume(a: Tensor) -> Tensor:
-    """log det A of symmetric A >= 0, [..., 1]; what rounding makes of zeros counts as the smallest that it tells."""
-    values = torch.linalg.eigvalsh(a)
+    """Return log det A of symmetric A >= 0, [..., 1]; eigenvalues below rounding count as rounding."""
+    values: Tensor = torch.linalg.eigvalsh(a)
     least = a.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
     return values.clamp(min=least.clamp(min=torch.finfo(values.dtype).tiny)).log().sum(-1, keepdim=True)
 
 
 def _rounded(found: Components) -> Components:
-    """To four digits: all that data can tell, and the same on machines whose last bits differ."""
+    """Round to four digits, so that machines whose last bits differ give the same variances."""
 
     def digits(value: Tensor) -> Tensor:
         step = 10.0 ** (value.clamp(min=1e-300).log10().floor() - 3)

@@ -1,4 +1,4 @@
-"""IFCA: several models, every client trains the one that fits it best."""
+"""IFCA: several models, of which every client trains the one that fits it best."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie._core import randomness
+from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, setting
-from coterie.errors import NobodyAnswered
-from coterie.federation import randomness
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.replies import Replies
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.replies import Replies
+from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality
 
 
@@ -23,23 +23,42 @@ class Ifca(Algorithm):
 
     client i:  k(i) = argmin_k f_i(theta_k) on all its rows (judge="batch": all theta_k on one minibatch)
     average="gradient":  theta_k <- theta_k - (lr/N) sum_{k(i)=k} g_i(theta_k), N the clients that answered
-        (divide="all", the original's) or those in k (divide="cluster")
+        (divide="all", as in the paper) or those in k (divide="cluster")
     average="model":  theta_k <- mean of the models of k(i)=k after `steps` SGD steps; an unused model stays
 
-    It collapses from bad starts: with restarts > 1 that many sets of models are trained for `trial` rounds and the
-    set with the lowest mean of min_k f_i goes on. More models than clients is allowed; the surplus is never chosen.
+    IFCA collapses from bad starts. Deviation: with restarts > 1, that many sets of models are trained for `trial`
+    rounds, and the set with the lowest mean of min_k f_i is kept. More models than clients are allowed; the surplus
+    is never chosen.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> xs = [torch.ones(2, 1)] * 4
+    >>> ys = [torch.full((2,), target) for target in (-1.0, -1.0, 1.0, 1.0)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+    >>> run = coterie.fit(fed, coterie.algorithms.Ifca(clusters=2, restarts=5), rounds=50)
+    >>> run.personal.squeeze().round(decimals=2).tolist()
+    [-1.0, -1.0, 1.0, 1.0]
     """
 
     lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
     clusters: int = setting(2, "number of models", low=1)
-    average: str = setting("model", "what is averaged", options=("model", "gradient"))
-    divide: str = setting("all", "what a sum of gradients is divided by", options=("all", "cluster"))
+    average: str = setting(
+        "model",
+        "what a cluster averages: models after local steps, or gradients",
+        options=("model", "gradient"),
+    )
+    divide: str = setting(
+        "all",
+        "divisor of a sum of gradients: all clients that answered, or those of the cluster",
+        options=("all", "cluster"),
+    )
     steps: int = setting(5, "local steps per round (average=model)", low=1)
-    restarts: int = setting(1, "sets of starting models", low=1)
-    trial: int = setting(10, "rounds after which the best set goes on", low=1)
-    spread: float = setting(0.1, "standard deviation of what is added to each starting model", low=0)
+    restarts: int = setting(1, "number of sets of starting models", low=1)
+    trial: int = setting(10, "rounds after which only the best set is kept", low=1)
+    spread: float = setting(0.1, "standard deviation of the noise added to each starting model", low=0)
     judge: str = setting("all", "rows on which models are compared in training", options=("all", "batch"))
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         number = torch.arange(self.restarts * self.clusters, device=fed.device)
@@ -73,7 +92,7 @@ class Ifca(Algorithm):
         return {"update": self._update(client, x), "choice": choice}
 
     def explore(self, client: Client, models: Tensor) -> dict[str, Tensor]:
-        """One answer for each set of models."""
+        """Choose and train a model of each set."""
         chosen = [self._chosen(client, models[..., k, :, :], self.judge) for k in range(self.restarts)]
         return {
             "update": torch.stack([self._update(client, x) for x, _, _ in chosen], -2),
@@ -87,7 +106,8 @@ class Ifca(Algorithm):
         ]
 
     def common(self, fed: Federation, s: State) -> Tensor:
-        return s.models.reshape(-1, fed.d)[: self.clusters].mean(0)
+        models: Tensor = s.models.reshape(-1, fed.d)
+        return models[: self.clusters].mean(0)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         return cluster_quality(s.labels, fed.clusters)
@@ -101,7 +121,7 @@ class Ifca(Algorithm):
         return fed.model.initial(seed, fed.dtype, fed.device)
 
     def _chosen(self, client: Client, models: Tensor, judge: str = "all") -> tuple[Tensor, Tensor, Tensor]:
-        """The model that fits best, its number and its loss."""
+        """Return the model that fits best, its number and its loss."""
         each = range(models.shape[-2])
         if judge == "batch":
             losses = torch.cat([client.batch_loss(models[..., k, :], again=k > 0) for k in each], -1)
@@ -119,7 +139,7 @@ class Ifca(Algorithm):
     def _averaged(
         self, models: Tensor, labels: Tensor, r: Replies, update: Tensor, choice: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """New models and labels from the answers; a choice that is no model's number is not believed."""
+        """Return new models and labels from the answers; a choice outside 0..clusters-1 is ignored."""
         picked = choice.squeeze(-1).round().long()
         member = picked == torch.arange(len(models), device=models.device).unsqueeze(1)
         member = member.to(update.dtype)

@@ -1,4 +1,4 @@
-"""Every client alone: the baseline that collaboration has to beat."""
+"""Local training: the baseline that collaboration has to beat."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,14 @@ class Local(Algorithm):
 
     v_i <- v_i - lr (grad f_i(v_i) + ridge v_i),   `steps` times a round, from the common starting point
 
-    exact=True takes the minimiser itself in one round: for least squares the one of smallest norm, for other
-    models a ridge is needed where the loss has none of its own. The rounds are only there to be comparable with
-    other methods at equal work.
+    exact=True solves for the minimiser in one round: for least squares the one of smallest norm; other models need a
+    ridge unless their loss has one. Rounds only make the work comparable with that of other methods.
     """
 
     lr: float = setting(0.05, "step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "steps per round", low=1)
-    ridge: float = setting(0.0, "ridge penalty, the pull towards zero", low=0)
-    exact: bool = setting(False, "solve instead of stepping")
+    ridge: float = setting(0.0, "strength of the ridge penalty", low=0)
+    exact: bool = setting(False, "solve for the minimiser instead of taking steps")
 
     def start(self, fed: Federation) -> State:
         return State(done=False)
@@ -44,15 +43,15 @@ class Local(Algorithm):
     def train(self, client: Client) -> None:
         v = client.keep.personal
         if self.exact:
-            v = client.solve(torch.zeros_like(v), pull=self.ridge)
+            v = client.solve(torch.zeros_like(v), prox=self.ridge)
         else:
             for _ in range(self.steps):
-                v = v - self.lr * self._slope(client, v)
+                v = v - self.lr * self._grad(client, v)
         client.keep.personal = v
 
-    def _slope(self, client: Client, v: Tensor) -> Tensor:
-        slope = client.grad(v)
-        return slope + self.ridge * v if self.ridge else slope
+    def _grad(self, client: Client, v: Tensor) -> Tensor:
+        grad = client.grad(v)
+        return grad + self.ridge * v if self.ridge else grad
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.personal

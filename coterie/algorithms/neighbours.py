@@ -1,4 +1,4 @@
-"""What methods without a server share: every client clusters gradients around its own, and who takes in whom."""
+"""Shared code of methods without a server, in which every client clusters gradients around its own."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.errors import NobodyAnswered
-from coterie.federation.federation import Federation
-from coterie.federation.ledger import PEERS
-from coterie.federation.replies import Replies
-from coterie.federation.state import State
+from coterie._core.errors import NobodyAnswered
+from coterie.engine.federation import Federation
+from coterie.engine.ledger import PEERS
+from coterie.engine.replies import Replies
+from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
 from coterie.theory.threshold import Clustering
 
-Look = Callable[[Tensor, Tensor], Clustering]  # points [N, d] and starting weights [K, N] to what is found
+Look = Callable[[Tensor, Tensor], Clustering]  # points [N, d] and starting weights [K, N] to a clustering
 
 
 def strangers(fed: Federation) -> dict[str, Any]:
-    """State fields before the first round: everybody at the common start, nobody in anybody's ball."""
+    """Return the state fields before the first round: all clients at the common start, without neighbours."""
     return {
         "models": fed.initial_model().repeat(fed.n, 1),
         "groups": torch.full((fed.n,), -1, dtype=torch.long, device=fed.device),
@@ -29,7 +29,7 @@ def strangers(fed: Federation) -> dict[str, Any]:
 
 
 def around_each(r: Replies, look: Look) -> tuple[Tensor, Tensor]:
-    """Directions v_i and links (who is in whose ball) when everybody clusters the same points around its own."""
+    """Return directions v_i and links (j is in the ball of i) if all clients cluster the same points."""
     if len(r) == 0:
         raise NobodyAnswered("no client answered, so there is nothing to cluster")
     found = look(r.values, torch.eye(len(r), dtype=torch.float64, device=r.values.device))
@@ -37,18 +37,18 @@ def around_each(r: Replies, look: Look) -> tuple[Tensor, Tensor]:
 
 
 def at_each(
-    fed: Federation, slope: Callable[..., Any], models: Tensor, own: Replies, look: Look
+    fed: Federation, phase: Callable[..., Any], models: Tensor, own: Replies, look: Look
 ) -> tuple[Tensor, Tensor]:
-    """The same when the points of client i are everybody's gradients at x_i, one client after the other.
+    """Return directions v_i and links if client i clusters the gradients of all clients at x_i, one after the other.
 
-    `own` are the gradients at their own models of those that are here; links are among them.
+    `own` are the gradients of present clients at their own models; links are among these clients.
     """
     if len(own) == 0:
         raise NobodyAnswered("no client answered, so there is nothing to cluster")
     directions = torch.empty_like(own.values)
     links = torch.eye(len(own), dtype=torch.bool, device=own.ids.device)
     for row, i in enumerate(own.ids.tolist()):
-        r = fed.map(slope, x=models[i], to=own.ids[own.ids != i], link=PEERS)
+        r = fed.map(phase, x=models[i], to=own.ids[own.ids != i], link=PEERS)
         points = torch.cat([own.values[row : row + 1], r.values]) if len(r) else own.values[row : row + 1]
         first = torch.zeros(1, len(points), dtype=torch.float64, device=points.device)
         first[0, 0] = 1.0
@@ -59,7 +59,7 @@ def at_each(
 
 
 def moved(fed: Federation, s: State, ids: Tensor, models: Tensor, links: Tensor) -> State:
-    """The state with new models for `ids`, and the groups of those that take each other in (links among ids)."""
+    """Return the state with new models for `ids`, and groups of clients that are in each other's balls."""
     whole = torch.zeros(fed.n, fed.n, dtype=torch.bool, device=fed.device)
     whole[ids.unsqueeze(1), ids] = links
     groups = torch.where(torch.isin(fed.everyone, ids), linked_groups(whole).to(fed.device), -1)
@@ -68,5 +68,5 @@ def moved(fed: Federation, s: State, ids: Tensor, models: Tensor, links: Tensor)
 
 
 def ball_quality(fed: Federation, s: State) -> dict[str, Tensor]:
-    """What `observe` records: groups with their quality, and the size of every client's ball."""
+    """Return what `observe` records: quality of the groups, and the size of every client's ball."""
     return {**cluster_quality(s.groups, fed.clusters), "neighbours": s.neighbours}

@@ -1,4 +1,4 @@
-"""FedAvg inside each true cluster: what perfect knowledge of the groups would give."""
+"""Oracle: FedAvg inside each true cluster, the result of perfect knowledge of the clusters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Oracle(Algorithm):
 
     lr: float = setting(0.05, "local step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "local steps per round", low=1)
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         clusters = fed.known_clusters(self.name)
@@ -39,7 +39,7 @@ class Oracle(Algorithm):
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, {"x": self._own(fed, s, None)}
 
     def common(self, fed: Federation, s: State) -> Tensor:
@@ -49,6 +49,7 @@ class Oracle(Algorithm):
         return {"train": (d, d)}
 
     def _own(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
-        """The centre of each client's cluster."""
+        """Return the centre of each client's cluster, [n, d]."""
         clusters = fed.known_clusters()
-        return s.centres[clusters if ids is None else clusters[ids]]
+        own: Tensor = s.centres[clusters if ids is None else clusters[ids]]
+        return own

@@ -1,4 +1,4 @@
-"""PDL-TC: every client clusters the others around itself; there is no server."""
+"""PDL-TC: every client clusters the others around itself, without a server."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, setting
 from coterie.algorithms.neighbours import around_each, at_each, ball_quality, moved, strangers
-from coterie.errors import NobodyAnswered
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.ledger import INSIDE, PEERS
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.ledger import INSIDE, PEERS
+from coterie.engine.state import State
+from coterie.models.heads import last_layer
 from coterie.theory.sketch import PARTS, clustered_part
 from coterie.theory.threshold import REST, Clustering, make_rule, threshold_cluster
 
@@ -25,43 +26,50 @@ OWN_RULES = ("auto", "size", "theory", "fixed")
 class PdlTc(Algorithm):
     """Threshold clustering by every client around itself (Threshold-Clustering of Similar Clients, 2022).
 
-    at="own", as printed:  m_i <- momentum g_i(x_i) + (1 - momentum) m_i, sent to everybody;
+    at="own", as printed:  m_i <- momentum g_i(x_i) + (1 - momentum) m_i, sent to all clients;
         v_i = Threshold-Clustering({m_j}, started at m_i),   x_i <- x_i - lr v_i
-    at="common":  first `warmup` steps alone; then i sends x_i to all and gets g_j(x_i) back;
+    at="common":  first `warmup` local steps; then i sends x_i to all clients and receives g_j(x_i);
         v_i = Threshold-Clustering({g_j(x_i)}_j, started at g_i(x_i)),
         m_i <- momentum v_i + (1 - momentum) m_i,   x_i <- x_i - lr m_i;
         but if some x_j has f_i(x_j) < adopt f_i(x_i):   x_i <- the one with the lowest, m_i <- 0
 
-    At own points gradients vanish at the clients' optima and clusters merge there; at common points not, for n
-    gradients per client and round. Deviations: `warmup` and `adopt`, without which clients that start between
-    clusters stay there; with at="common" the momentum is that of v_i, which equals the centre of the momentums of
-    all pairs while balls are stable and needs n d numbers instead of n n d.
+    At own points all gradients vanish at the clients' optima, so that clusters merge; at common points they do not,
+    at the price of n gradients per client and round. Deviations: `warmup` and `adopt`, without which clients that
+    start between clusters stay there; with at="common" the momentum is that of v_i, which equals the centre of the
+    momentums of all pairs while balls are stable and needs n d numbers instead of n n d.
     """
 
     lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    momentum: float = setting(0.5, "weight of the new gradient", above=0, high=1)
-    clusters: int = setting(
-        2, "how many clusters there may be; a ball aims at 1/clusters of the clients", low=1
+    momentum: float = setting(0.5, "weight of the new gradient in the momentum", above=0, high=1)
+    clusters: int = setting(2, "expected number of clusters; a ball aims at 1/clusters of the clients", low=1)
+    at: str = setting(
+        "common",
+        "compare gradients at common points, or at each client's own model",
+        options=("common", "own"),
     )
-    at: str = setting("common", "where gradients are compared", options=("common", "own"))
-    passes: int = setting(100, "most passes of threshold clustering; it stops when centres rest", low=1)
-    warmup: int = setting(50, "steps alone before the first round (at=common)", low=0)
+    passes: int = setting(
+        100, "maximal passes of threshold clustering, which stops when centres no longer move", low=1
+    )
+    warmup: int = setting(50, "local steps before the first round (at = common)", low=0)
     adopt: float = setting(
-        0.5, "a received model replaces one's own below this share of its loss", low=0, high=1
+        0.5,
+        "a received model replaces a client's own if its loss is below this fraction of the own loss",
+        low=0,
+        high=1,
     )
     rule: str = setting("auto", "threshold rule", options=OWN_RULES)
     share: float = setting(0.0, "fraction of the clients in a cluster; 0: 1/clusters", low=0, high=1)
-    tau: float = setting(0.0, "radius (rule fixed) or distance of clusters (rule theory)", low=0)
-    rho: float = setting(0.0, "spread of a cluster (rule theory)", low=0)
+    tau: float = setting(0.0, "radius (rule = fixed) or distance between clusters (rule = theory)", low=0)
+    rho: float = setting(0.0, "spread of a cluster (rule = theory)", low=0)
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
-    width: int = setting(256, "length of the random projection", low=1)
+    width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
 
     def start(self, fed: Federation) -> State:
         return State(**strangers(fed))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         def look(points: Tensor, starts: Tensor) -> Clustering:
-            part = clustered_part(points, self.cluster_on, fed.model, self.width, fed.seed)
+            part = clustered_part(points, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
             rule = make_rule(
                 self.rule, self.clusters, len(part), share=self.share, tau=self.tau, rho=self.rho
             )
@@ -104,7 +112,7 @@ class PdlTc(Algorithm):
         return client.grad(x)
 
     def slope(self, client: Client, x: Tensor) -> Tensor:
-        """The answer to another's model, which is remembered if none has fitted better in this round."""
+        """Return the gradient at another client's model, and remember the model if it fits best so far."""
         if self.adopt:
             loss = client.loss(x)
             better = loss < client.keep.lowest
@@ -123,7 +131,7 @@ class PdlTc(Algorithm):
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, {"x": s.models}
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:

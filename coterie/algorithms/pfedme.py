@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class PFedMe(Algorithm):
     x <- (1 - beta) x + beta mean of the w;   client i deploys argmin f_i(v) + lam/2 |v - x|^2 on all its rows
 
     The inner problem takes `inner_steps` gradient steps of size `inner_lr` from w on one batch; 0 solves it on all
-    rows. As corrected from Cheng, Chadha, Duchi (2022), Algorithm 8, whose print minimises gradients and returns
-    only x. lr lam beta <= 1 is safe.
+    rows. This corrects Algorithm 8 of Cheng, Chadha, Duchi (2022), which as printed minimises gradients and returns
+    only x. lr lam beta <= 1 is stable.
     """
 
     lr: float = setting(
         0.005, "step size of the shared model at a client", above=0, tune=(0.0005, 0.005, 0.05)
     )
-    lam: float = setting(15.0, "pull between personal and shared model", above=0)
-    beta: float = setting(1.0, "server step towards the average", above=0, tune=(1.0, 2.0))
+    lam: float = setting(15.0, "strength of the pull between personal and shared model", above=0)
+    beta: float = setting(1.0, "server step size towards the average", above=0, tune=(1.0, 2.0))
     steps: int = setting(20, "local steps per round", low=1)
-    inner_steps: int = setting(5, "gradient steps on the inner problem; 0 solves it", low=0)
+    inner_steps: int = setting(5, "gradient steps on the inner problem; 0 solves it exactly", low=0)
     inner_lr: float = setting(0.05, "step size on the inner problem", above=0)
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())
@@ -44,7 +44,7 @@ class PFedMe(Algorithm):
     def train(self, client: Client, x: Tensor) -> Tensor:
         for _ in range(self.steps):
             if self.inner_steps == 0:
-                v = client.solve(x, pull=self.lam)
+                v = client.solve(x, prox=self.lam)
             else:
                 v = x
                 for k in range(self.inner_steps):
@@ -54,7 +54,7 @@ class PFedMe(Algorithm):
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         if self.inner_steps == 0:
-            return client.solve(x, pull=self.lam)
+            return client.solve(x, prox=self.lam)
         v = x
         for _ in range(self.inner_steps):
             v = v - self.inner_lr * (client.full_grad(v) + self.lam * (v - x))

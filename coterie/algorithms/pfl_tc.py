@@ -1,4 +1,4 @@
-"""PFL-TC: the server finds groups of similar clients by threshold clustering, anew in every round."""
+"""PFL-TC: in every round the server finds groups of similar clients by threshold clustering."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.errors import NobodyAnswered, SettingError
+from coterie._core.randomness import key
 from coterie.algorithms.base import Algorithm, setting
-from coterie.errors import NobodyAnswered, SettingError
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.randomness import key
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
+from coterie.models.heads import last_layer
 from coterie.theory.cluster_count import estimate_clusters
 from coterie.theory.cluster_quality import align_labels, cluster_quality
 from coterie.theory.sketch import PARTS, clustered_part
-from coterie.theory.threshold import (
-    Clustering,
-    group_weights,
-    make_rule,
-    seed_weights,
-    threshold_cluster,
-)
+from coterie.theory.threshold import Clustering, make_rule, threshold_cluster
 from coterie.theory.threshold_rules import RULES
+from coterie.theory.threshold_starts import group_weights, seed_weights
 
-FAR = 5.0  # times the median distance from the median: no place to start a centre
+FAR = 5.0  # median distances from the median beyond which no centre starts
 
 
 @dataclass(frozen=True)
@@ -35,33 +31,47 @@ class PflTc(Algorithm):
 
     at="own", as printed:  m_i <- momentum u_i(x_i) + (1 - momentum) m_i,   V = Threshold-Clustering({m_i}),
         x_i <- x_i - lr v_{a(i)},   a(i) the nearest centre,   all x_i from one start
-    at="common":  first everybody takes `warmup` steps alone from the common start, and the centres of where they
-        get to are the first models y_k;  then every client answers at each y_k;  v_k = the threshold centre of
+    at="common":  first all clients take `warmup` local steps from the common start, and the cluster centres of the
+        results are the first models y_k;  then every client answers at each y_k;  v_k = the threshold centre of
         {u_i(y_k)}_i started from k's last members,   m_k <- momentum v_k + (1 - momentum) m_k,
-        y_k <- y_k - lr m_k,   i goes to the k with the smallest |u_i(y_k) - v_k|
+        y_k <- y_k - lr m_k,   i joins the k with the smallest |u_i(y_k) - v_k|
 
-    u_i is a gradient (steps = 1) or (x - y)/lr after local steps. Corrected signs and divisor: see the page.
-    At own points all gradients vanish at the clients' optima and clusters merge there; at common points not.
-    Deviations: `warmup`, because one gradient says too little and a bad first clustering is never left; with
-    at="common" the momentum is that of the centre, equal to the centre of momentums while balls are stable, so
-    that nobody stores K vectors per client.
+    u_i is a gradient (steps = 1) or (x - y)/lr after local steps. The page of this algorithm lists corrected signs and
+    the corrected divisor. At own points all gradients vanish at the clients' optima, so that clusters merge; at common
+    points they do not. Deviations: `warmup`, because one gradient tells too little and a bad first clustering is never
+    left; with at="common" the momentum is that of the centre, which equals the centre of momentums while balls are
+    stable, so that no client stores K vectors.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> xs = [torch.ones(2, 1)] * 6
+    >>> ys = [torch.full((2,), target) for target in (-1.0, -1.1, -0.9, 1.0, 1.1, 0.9)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, model=coterie.models.linear())
+    >>> run = coterie.fit(fed, coterie.algorithms.PflTc(clusters=2), rounds=20)
+    >>> run.state.labels.tolist()
+    [0, 0, 0, 1, 1, 1]
     """
 
     lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    momentum: float = setting(0.5, "weight of the new gradient", above=0, high=1)
-    clusters: int = setting(0, "number of clusters; 0: estimated in the first round", low=0)
-    at: str = setting("common", "where gradients are compared", options=("common", "own"))
-    steps: int = setting(1, "local steps behind one gradient", low=1)
-    warmup: int = setting(50, "local steps behind the first clustering (at=common)", low=1)
+    momentum: float = setting(0.5, "weight of the new gradient in the momentum", above=0, high=1)
+    clusters: int = setting(0, "number of clusters; 0: estimate it in the first round", low=0)
+    at: str = setting(
+        "common",
+        "compare gradients at common points, or at each client's own model",
+        options=("common", "own"),
+    )
+    steps: int = setting(1, "local steps summed up in one gradient", low=1)
+    warmup: int = setting(50, "local steps before the first clustering (at = common)", low=1)
     passes: int = setting(8, "passes of threshold clustering per round", low=1)
     rule: str = setting("auto", "threshold rule", options=RULES)
     share: float = setting(0.0, "fraction of the clients in a cluster; 0: 1/clusters", low=0, high=1)
-    tau: float = setting(0.0, "radius (rule fixed) or distance of clusters (rule theory)", low=0)
-    rho: float = setting(0.0, "spread of a cluster (rule theory)", low=0)
-    spare: int = setting(0, "centres beside those of the clusters, for groups of liars", low=0)
+    tau: float = setting(0.0, "radius (rule = fixed) or distance between clusters (rule = theory)", low=0)
+    rho: float = setting(0.0, "spread of a cluster (rule = theory)", low=0)
+    spare: int = setting(0, "additional centres, which groups of Byzantine clients may take", low=0)
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
-    width: int = setting(256, "length of the random projection", low=1)
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         if self.clusters > fed.n:
@@ -97,7 +107,7 @@ class PflTc(Algorithm):
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
 
-    def handout(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, {"x": self._own(fed, s)}
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
@@ -107,17 +117,18 @@ class PflTc(Algorithm):
         return {"begin": (0, 0), "train": (d, d), "slope": (d, d), "scout": (d, d)}
 
     def _path(self, client: Client, x: Tensor, steps: int) -> Tensor:
-        """The sum of the gradients on a way of so many steps from x."""
+        """Return the sum of the gradients along so many local steps from x."""
         if steps == 1:
             return client.grad(x)
         return (x - client.sgd(x, self.lr, steps)) / self.lr
 
     def _own(self, fed: Federation, s: State) -> Tensor:
-        """The model of every client; the mean of the models for one that no cluster has taken in yet."""
+        """Return the model of every client; clients without a cluster get the mean of the models."""
+        models: Tensor = s.models
         if self.at == "own":
-            return s.models
-        own = s.models[s.labels.clamp(min=0)]
-        return torch.where((s.labels >= 0).unsqueeze(-1), own, s.models.mean(0))
+            return models
+        own = models[s.labels.clamp(min=0)]
+        return torch.where((s.labels >= 0).unsqueeze(-1), own, models.mean(0))
 
     def _at_own_points(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
         asked = fed.everyone if ids is None else ids
@@ -129,9 +140,9 @@ class PflTc(Algorithm):
         return State(k=k, models=models, momentum=s.momentum, labels=s.labels.index_copy(0, r.ids, labels))
 
     def _first_clusters(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
-        """All say where steps of their own lead from the common start; K-means++ gives every cluster its model.
+        """Cluster the results of local steps from the common start, from K-means++; the centres are the models.
 
-        The momentum starts at the mean gradient on the way, times `steps` as all later ones.
+        The momentum starts at the mean gradient along these steps, times `steps` as in later rounds.
         """
         r = fed.map(self.scout, x=s.models[0], to=ids)
         k, found = self._search(fed, s, t, r.values if len(r) else None)
@@ -149,7 +160,7 @@ class PflTc(Algorithm):
             members = s.labels[r.ids] if len(r) else s.labels[:0]
             if not (members == c).any():
                 continue
-            part = clustered_part(r.values, self.cluster_on, fed.model, self.width, fed.seed)
+            part = clustered_part(r.values, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
             rule = self._rule(s.k, len(r))
             starts = group_weights(part, members, count)
             found = threshold_cluster(part, start_weights=starts, rule=rule, rounds=self.passes)
@@ -162,10 +173,10 @@ class PflTc(Algorithm):
         return State(k=s.k, models=models, momentum=momentum, labels=labels)
 
     def _search(self, fed: Federation, s: State, t: int, points: Tensor | None) -> tuple[int, Clustering]:
-        """Clusters of the answers, from K-means++; their number is settled in the first round."""
+        """Return the number of clusters, fixed in the first round, and the clusters of the answers."""
         if points is None:
             raise NobodyAnswered("no client answered, so there is nothing to cluster")
-        part = clustered_part(points, self.cluster_on, fed.model, self.width, fed.seed)
+        part = clustered_part(points, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
         k = s.k or self.clusters or estimate_clusters(part, seed=fed.seed)
         count = min(k + self.spare, len(part))
         seed = int(key(fed.seed, self.name, t))

@@ -1,4 +1,4 @@
-"""Reptile: a shared model that moves towards where the clients go from it."""
+"""Reptile: a shared model that moves part of the way to the clients' fine-tuned models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coterie.algorithms.base import Algorithm, setting
-from coterie.federation.client import Client
-from coterie.federation.federation import Federation
-from coterie.federation.state import State
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,18 @@ class Reptile(Algorithm):
     y_i = x after `steps` of y <- y - lr grad f_i(y),   x <- x + meta_lr mean_i (y_i - x)
     client i deploys x after `tuning_steps` of y <- y - lr grad f_i(y)
 
-    The batch version of the paper; clients are averaged alike. meta_lr = 1 is FedAvg with equal weights.
+    This is the batch version of the paper; clients have equal weights. meta_lr = 1 is FedAvg with equal weights.
     """
 
-    lr: float = setting(0.05, "step size at home", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    meta_lr: float = setting(0.5, "share of the way the shared model moves", above=0, tune=(0.25, 0.5, 1.0))
+    lr: float = setting(
+        0.05, "step size of local steps and of fine-tuning", above=0, tune=(0.01, 0.03, 0.1, 0.3)
+    )
+    meta_lr: float = setting(
+        0.5, "fraction of the way to the average that the shared model moves", above=0, tune=(0.25, 0.5, 1.0)
+    )
     steps: int = setting(5, "local steps per round", low=1)
-    tuning_steps: int = setting(10, "steps at home when deployed", low=0, tune=(1, 5, 20))
-    participation: float = setting(1.0, "share of the clients asked per round", above=0, high=1)
+    tuning_steps: int = setting(10, "fine-tuning steps when deployed", low=0, tune=(1, 5, 20))
+    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

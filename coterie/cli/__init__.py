@@ -1,63 +1,116 @@
-"""The `coterie` command. Thin: it parses, shows progress, prints, and leaves the work to the library."""
+"""The `coterie` command: it parses arguments, shows progress, prints, and calls the library.
+
+A command's module is imported when the command is called, so that `coterie --help` does not wait for torch.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
+import click
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
-from coterie.cli import catalogue, federate, models, planning, training
-from coterie.errors import CoterieError
-from coterie.report import console
+from coterie._core.errors import CoterieError
+from coterie.cli import console
+
+HEART = "heart_disease --client hospital --target sick"
+
+
+class CommandEntry(NamedTuple):
+    """Where a command is defined, an example of it, and the panel of `coterie --help` it is listed in."""
+
+    module: str
+    example: str
+    panel: str
+
+
+COMMANDS = {
+    "compare": CommandEntry("training", f"compare {HEART} --json result.json", "Train"),
+    "fit": CommandEntry("training", f"fit {HEART} --out heart", "Train"),
+    "tune": CommandEntry("training", f"tune {HEART} --algorithm ditto --out tuning", "Train"),
+    "adapters": CommandEntry("training", "adapters texts --model smollm2 --out runs/texts", "Train"),
+    "resume": CommandEntry("training", "resume runs/heart", "Train"),
+    "federate": CommandEntry("federate", "federate demo", "Train"),
+    "report": CommandEntry("models", "report runs/ditto runs/local --out report.html", "After training"),
+    "predict": CommandEntry("models", "predict runs/heart new.csv --out predictions.csv", "After training"),
+    "export": CommandEntry("models", "export runs/ditto --client va --to onnx", "After training"),
+    "adapt": CommandEntry(
+        "models", "adapt runs/ditto new_clinic.csv --out runs/with_new_clinic", "After training"
+    ),
+    "advise": CommandEntry("planning", f"advise {HEART}", "Before training"),
+    "plan": CommandEntry("planning", f"plan {HEART} --accuracy 0.001 --rounds 10", "Before training"),
+    "data": CommandEntry("data", f"data describe {HEART}", "Before training"),
+    "algorithms": CommandEntry("catalogue", "algorithms ditto", "Learn more"),
+    "reproduce": CommandEntry("catalogue", "reproduce known-clusters/baselines --check", "Learn more"),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its commands without importing them, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, in the order in which help lists them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Return a placeholder that knows what help shows of the command."""
+        if name not in COMMANDS:
+            return None
+        entry = COMMANDS[name]
+        return TyperCommand(name, help=_summary(entry.module, name), rich_help_panel=entry.panel)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is called and import its module."""
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found if found is None or name is None else load_command(name), rest
+
+
+def load_command(name: str) -> click.Command:
+    """Import the module of a command and return it."""
+    entry = COMMANDS[name]
+    module = importlib.import_module(f"{__name__}.{entry.module}")
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name, epilog=f"Example: coterie {entry.example}")(getattr(module, name))
+    return typer.main.get_command(single)
+
+
+@functools.cache
+def _summaries(module: str) -> dict[str, str]:
+    """Return the first paragraph of each function's docstring, and the module's under "", without importing it."""
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    found: list[Any] = [tree, *(part for part in tree.body if isinstance(part, ast.FunctionDef))]
+    return {getattr(part, "name", ""): (ast.get_docstring(part) or "").split("\n\n")[0] for part in found}
+
+
+def _summary(module: str, name: str) -> str:
+    """Return the help text of a command."""
+    summaries = _summaries(module)
+    return summaries.get(name) or summaries[""]
+
 
 app = typer.Typer(
+    cls=LazyGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Personalized federated learning: every client gets the best model it can have.",
     epilog="Example: coterie compare heart_disease --client hospital --target sick",
 )
-data_app = typer.Typer(
-    no_args_is_help=True,
-    help="Look at a table before training.",
-    epilog="Example: coterie data describe heart_disease --client hospital --target sick",
-)
-HEART = "heart_disease --client hospital --target sick"
-COMMANDS: dict[str, dict[Callable[..., None], str]] = {
-    "Train": {
-        training.compare: f"compare {HEART} --json result.json",
-        training.fit: f"fit {HEART} --out heart",
-        training.tune: f"tune {HEART} --algorithm ditto --out tuning",
-        training.adapters: "adapters texts --model smollm2 --out runs/texts",
-        training.resume: "resume runs/heart",
-    },
-    "Use what was trained": {
-        models.report: "report runs/ditto runs/local --out report.html",
-        models.predict: "predict runs/heart new.csv --out predictions.csv",
-        models.export: "export runs/ditto --client va --to onnx",
-        models.adapt: "adapt runs/ditto new_clinic.csv --out runs/with_new_clinic",
-    },
-    "Before training": {
-        planning.advise: f"advise {HEART}",
-        planning.plan: f"plan {HEART} --accuracy 0.001 --rounds 10",
-    },
-    "Learn more": {
-        catalogue.algorithms: "algorithms ditto",
-        catalogue.reproduce: "reproduce known-clusters/baselines --check",
-    },
-}
-for panel, commands in COMMANDS.items():
-    for command, example in commands.items():
-        app.command(epilog=f"Example: coterie {example}", rich_help_panel=panel)(command)
-data_app.command(epilog=f"Example: coterie data describe {HEART}")(planning.describe)
-app.add_typer(data_app, name="data", rich_help_panel="Before training")
-app.add_typer(federate.app, name="federate", rich_help_panel="Train")
 
 
 def _version(asked: bool) -> None:
+    """Print the version and exit, if asked."""
     if asked:
         typer.echo(f"coterie {__version__}")
         raise typer.Exit
@@ -69,11 +122,11 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    """Take the options that come before a command."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: what the user can put right is printed in one message, with exit code 2."""
+    """Run the command line; an error that the user can fix is printed as one message, with exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

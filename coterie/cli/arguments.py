@@ -1,4 +1,4 @@
-"""What the commands take: arguments and options that several of them share, and their first checks."""
+"""Arguments and options that several commands share, and checks of them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.errors import DataError, SettingError, nearest
+from coterie._core import files
+from coterie._core.errors import DataError, SettingError, nearest
+from coterie.data import bundled
 
 TableArgument = Annotated[
     str,
     typer.Argument(
-        metavar="TABLE", help="CSV (plain or compressed), Parquet, or a bundled set such as heart_disease"
+        metavar="TABLE",
+        help="CSV file (plain or compressed), Parquet file, or bundled table such as heart_disease",
     ),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run folder that `coterie fit` made")]
-ClientOption = Annotated[str, typer.Option(metavar="COLUMN", help="column that names the client of a row")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run folder written by `coterie fit`")]
+ClientOption = Annotated[str, typer.Option(metavar="COLUMN", help="column with the client of each row")]
 TargetOption = Annotated[str, typer.Option(metavar="COLUMN", help="column to predict")]
 ClusterOption = Annotated[
-    str | None, typer.Option(metavar="COLUMN", help="column that names the client's known cluster")
+    str | None, typer.Option(metavar="COLUMN", help="column with the known cluster of the client")
 ]
 TaskOption = Annotated[
     str | None,
-    typer.Option(metavar="TASK", help="classification or regression; guessed from the target if not given"),
+    typer.Option(metavar="TASK", help="classification or regression; inferred from the target if not given"),
 ]
 DropOption = Annotated[
-    list[str] | None, typer.Option(metavar="COLUMN", help="column to leave out (may be repeated)")
+    list[str] | None, typer.Option(metavar="COLUMN", help="column to ignore (may be repeated)")
 ]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="also write the result to this file")
 ]
 L2Option = Annotated[
     float | None,
-    typer.Option(
-        "--l2", min=0, metavar="X", help="ridge of this strength instead of the usual model; no intercept"
-    ),
+    typer.Option("--l2", min=0, metavar="X", help="ridge penalty; the model then has no intercept"),
 ]
-SeedOption = Annotated[int, typer.Option(metavar="N", help="decides the split and every draw")]
+SeedOption = Annotated[int, typer.Option(metavar="N", help="seed of the split and of every random draw")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="hyperparameter, such as lam=0.3 (may be repeated)"),
@@ -48,16 +49,20 @@ StateMemoryOption = Annotated[
         "--state-memory",
         min=0,
         metavar="MB",
-        help="what clients keep beyond this lies on disk",
+        help="memory for client state; the rest is kept on disk",
+    ),
+]
+MetricOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metric", metavar="NAME", help="what validation rows choose by and tables show, such as auc or mae"
     ),
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 
 def find_table(table: str) -> str | Path:
-    """A path, or the bundled table of that name."""
-    from coterie.data import bundled
-
+    """Return the path of a table: the file itself, or the bundled table of that name."""
     path = Path(table)
     if path.exists() or path.suffix:
         return table
@@ -67,9 +72,7 @@ def find_table(table: str) -> str | Path:
 
 
 def require_place(path: Path | None, other_than: str | Path = "") -> None:
-    """Refuse, before any work is done, an output file that cannot be written or is the input."""
-    from coterie.runs import files
-
+    """Raise SettingError, before any work is done, if an output file cannot be written or is the input."""
     if path is None:
         return
     if path.is_dir():
@@ -80,19 +83,19 @@ def require_place(path: Path | None, other_than: str | Path = "") -> None:
 
 
 def assignments(pairs: list[str]) -> dict[str, str]:
+    """Parse the values of `--set`, each of the form name=value."""
     values: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not name:
             raise SettingError(f"--set {pair!r}: write name=value, for example --set lr=0.1")
         if name in values:
-            raise SettingError(f"--set {pair!r}: {name} was set before; set it once")
+            raise SettingError(f"--set {pair!r}: {name} is set twice; set it once")
         values[name] = value
     return values
 
 
 def write_json(path: Path | None, value: Any) -> None:
+    """Write a value as JSON, if there is a path."""
     if path is not None:
-        from coterie.runs import files
-
         files.write_json(path, value)

@@ -1,4 +1,4 @@
-"""`coterie federate`: the same methods where the data are, on machines that hold them."""
+"""Train where the data are, with a server and a node on every machine that holds rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from coterie._core import files
+from coterie._core.errors import SettingError
+from coterie._core.files import read_toml
+from coterie.algorithms import make
+from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
@@ -23,26 +28,28 @@ from coterie.cli.arguments import (
     write_json,
 )
 from coterie.cli.models import report_beside
-from coterie.errors import SettingError
-from coterie.report import console
+from coterie.data.federated import Roles
+from coterie.deploy import demo as demonstration
+from coterie.deploy import federation_folder, stock_node
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Train where the data are: a server, and a node on every machine that holds rows.",
+    help="Train where the data are, with a server and a node on every machine that holds rows.",
     epilog="Example: coterie federate demo",
 )
 
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="folder that `federate init` made")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="folder written by `federate init`")]
 InsecureOption = Annotated[
-    bool, typer.Option("--insecure", help="without TLS; for 127.0.0.1 only, keys are still checked")
+    bool, typer.Option("--insecure", help="run without TLS, on 127.0.0.1 only; keys are still checked")
 ]
 AlgorithmOption = Annotated[str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them")]
 DeadlineOption = Annotated[
-    float, typer.Option(min=0.1, metavar="SECONDS", help="how long a node is waited for in a call")
+    float, typer.Option(min=0.1, metavar="SECONDS", help="time limit for a node to answer a call")
 ]
 
 
 def _log(text: str) -> None:
+    """Print a line of the server's or the demo's log."""
     typer.echo(text)
 
 
@@ -51,10 +58,13 @@ def _log(text: str) -> None:
     "--host server.example.org"
 )
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to make, or to add nodes to")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to create, or to add nodes to")],
     node: Annotated[
         list[str],
-        typer.Option(metavar="NAME[=CLIENT,...]", help="a node, and its clients if not one of its name"),
+        typer.Option(
+            metavar="NAME[=CLIENT,...]",
+            help="a node and its clients; one client of the same name if not given",
+        ),
     ],
     client: ClientOption = "client",
     target: TargetOption = "target",
@@ -63,25 +73,18 @@ def init(
     drop: DropOption = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="name or address by which nodes reach the server (may be repeated)"
-        ),
+        typer.Option(metavar="NAME", help="host name or address of the server (may be repeated)"),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="the server's port")] = 8765,
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="port of the server")] = 8765,
 ) -> None:
-    """Make a federation: certificates, a key for every node, start scripts, and what to copy where."""
-    from coterie.data.federated import Roles
-    from coterie.runs import federate
-
+    """Set up a federation: certificates, a key for every node, start scripts and a README."""
     nodes: dict[str, list[str]] = {}
     for text in node:
         name, _, clients = text.partition("=")
         nodes[name] = [part for part in clients.split(",") if part]
     roles = Roles(client, target, cluster, task, tuple(drop or ()))
-    made = federate.init(folder, nodes, roles, host or (), port)
-    console.show(
-        f"{made.path}: {len(made.nodes)} nodes. Read {made.path / 'README.md'} for what to copy where."
-    )
+    made = federation_folder.init(folder, nodes, roles, host or (), port)
+    console.show(f"{made.path}: {len(made.nodes)} nodes. {made.path / 'README.md'} says what to copy where.")
 
 
 @app.command(epilog="Example: coterie federate server hearts")
@@ -90,46 +93,43 @@ def server(
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="address to listen on")] = "0.0.0.0",
     insecure: InsecureOption = False,
 ) -> None:
-    """Run the server (Flower's SuperLink) until it is stopped. TLS and the keys of nodes are on."""
-    from coterie.runs import federate
-
-    opened = federate.FederationFolder.open(folder)
+    """Run the server (Flower's SuperLink), with TLS and node keys, until it is stopped."""
+    opened = federation_folder.FederationFolder.open(folder)
     listen = "127.0.0.1" if insecure and host == "0.0.0.0" else host
-    federate.serve(opened, listen, None, insecure, _log)
+    federation_folder.serve(opened, listen, None, insecure, _log)
 
 
 @app.command(epilog="Example: coterie federate node nodes/cleveland --data cleveland.csv --client cleveland")
 def node(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="the node's own folder, nodes/NAME")],
-    data: Annotated[str, typer.Option(metavar="FILE", help="table with this node's rows")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder of the node, nodes/NAME")],
+    data: Annotated[str, typer.Option(metavar="FILE", help="table with the rows of this node")],
     client: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="whose rows these are; without it, the client column says so"),
+        typer.Option(
+            metavar="NAME", help="client these rows belong to; read from the client column if not given"
+        ),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="the server, if not as in node.toml")
+        str | None, typer.Option(metavar="HOST:PORT", help="the server, if different from node.toml")
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="where clients keep their state and models")
+        Path | None, typer.Option(metavar="FOLDER", help="folder for the state and models of the clients")
     ] = None,
     stock: Annotated[
         bool, typer.Option("--stock", help="use Flower's SuperNode, which starts a process for every message")
     ] = False,
     insecure: InsecureOption = False,
 ) -> None:
-    """Run a node: its rows stay here, and so do its clients' models."""
-    from coterie.runs import federate, federate_stock
-    from coterie.runs.files import read_toml
-
-    name = read_toml(folder / federate.NODE_CONFIG)["name"]
+    """Run a node. Its rows and its clients' models stay on this machine."""
+    name = read_toml(folder / federation_folder.NODE_CONFIG)["name"]
 
     def log(text: str) -> None:
         typer.echo(f"{name}: {text}")
 
     if stock:
-        federate_stock.serve(folder, data, client, server, insecure, state)
+        stock_node.serve(folder, data, client, server, insecure, state)
     else:
-        federate.serve_node(folder, data, client, server, insecure, log, state)
+        federation_folder.serve_node(folder, data, client, server, insecure, log, state)
 
 
 @app.command(epilog="Example: coterie federate run hearts --algorithm ditto --rounds 50 --set lam=0.3")
@@ -141,47 +141,44 @@ def run(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="name of the run folder")] = None,
     seed: SeedOption = 0,
     select: Annotated[
-        str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' by validation loss")
+        str, typer.Option(metavar="WHICH", help="models to deploy: 'last', or 'best' by validation loss")
     ] = "last",
     l2: L2Option = None,
     deadline: DeadlineOption = 60.0,
     wait: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="how long nodes are waited for at the start")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="time limit for nodes to appear at the start")
     ] = 60.0,
     checkpoint_every: Annotated[
-        int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
+        int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 checkpoints by time")
     ] = 0,
     evaluate_every: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="rounds between scores; about twenty in all if not given"),
+        typer.Option(min=0, metavar="N", help="rounds between evaluations; about twenty in all if not given"),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="NAME", help="go on with an interrupted run instead of starting one")
+        str | None, typer.Option(metavar="NAME", help="continue this interrupted run instead of starting one")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="start it and leave")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="start the run and return")] = False,
     insecure: InsecureOption = False,
     json: JsonOption = None,
 ) -> None:
     """Start a run on the server's machine and follow it. Ctrl-C leaves it running; `attach` follows it again."""
-    from coterie.algorithms import make
-    from coterie.runs import federate
-
     require_place(json)
-    opened = federate.FederationFolder.open(folder)
+    opened = federation_folder.FederationFolder.open(folder)
     if resume is not None:
         job = opened.job(resume)
-        federate.submit(opened, [job], insecure)
+        federation_folder.submit(opened, [job], insecure)
     else:
         method = make(algorithm, **assignments(settings or []))
         if select not in ("last", "best"):
-            raise SettingError(f"--select {select!r}: it is 'last' or 'best'")
+            raise SettingError(f"--select {select!r}: choose 'last' or 'best'")
         plan = {
             "rounds": rounds,
             "select": select,
             "checkpoint_every": checkpoint_every,
             "evaluate_every": evaluate_every,
         }
-        job = federate.start(
+        job = federation_folder.start(
             opened, method, name, plan, insecure, seed=seed, l2=l2, deadline=deadline, patience=wait
         )
     if detach:
@@ -194,61 +191,55 @@ def run(
 def attach(
     folder: FolderArgument,
     name: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="the run; the newest if not given")
+        str | None, typer.Option("--run", metavar="NAME", help="run to follow; the newest if not given")
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Follow a run that is going on, or show the end of one."""
-    from coterie.runs import federate
-
+    """Follow a run in progress, or show the result of a finished one."""
     require_place(json)
-    _follow(folder, federate.FederationFolder.open(folder).job(name), json)
+    _follow(folder, federation_folder.FederationFolder.open(folder).job(name), json)
 
 
 @app.command(epilog="Example: coterie federate demo --algorithm ditto --rounds 20")
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="folder to make; a temporary one if not given")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="folder to create; a temporary one if not given"),
     ] = None,
     algorithm: AlgorithmOption = "ditto",
     settings: SetOption = None,
     rounds: RoundsOption = 20,
     json: JsonOption = None,
 ) -> None:
-    """Everything on this machine: a server, four hospitals as nodes with TLS and keys, and a run."""
-    from coterie.algorithms import make
-    from coterie.runs import federate_demo
-
+    """Run a whole federation on this machine: a server, four hospitals as nodes, TLS, keys and a run."""
     require_place(json)
     method = make(algorithm, **assignments(settings or []))
-    with federate_demo.hospitals(folder, _log) as opened:
+    with demonstration.hospitals(folder, _log) as opened:
         _log(f"federation in {opened.path}")
-        job = federate_demo.start(opened, method, rounds)
+        job = demonstration.start(opened, method, rounds)
         _follow(opened.path, job, json)
         for place in sorted(opened.path.glob("nodes/*/state/*/run/models")):
-            console.show(f"A node's models, which only it has: {place}")
+            console.show(f"Models of a node, which only it holds: {place}")
 
 
 def _follow(folder: Path, job: Path, json: Path | None) -> None:
-    """Show progress until the run ends, then what a local run shows."""
-    from coterie.runs import federate, files
-
+    """Show progress until the run ends, then its summary."""
     shown = 0
     try:
         with console.progress() as bar:
 
             def watch(told: dict[str, Any]) -> None:
                 nonlocal shown
-                fresh = federate.notes(job)[shown:]
+                fresh = federation_folder.notes(job)[shown:]
                 shown += len(fresh)
                 console.notes(fresh)
                 if told:
                     here = f", {told['here']} of {told['nodes']} nodes" if told.get("here") else ""
                     bar(f"{job.name}: {told['state']}{here}", told["round"], told["rounds"])
 
-            federate.follow(job, watch)
+            federation_folder.follow(job, watch)
     except KeyboardInterrupt:
-        console.notes([f"The run goes on. Follow it: coterie federate attach {folder} --run {job.name}"])
+        console.notes([f"The run continues. Follow it: coterie federate attach {folder} --run {job.name}"])
         raise typer.Exit(130) from None
     summary = job / "summary.txt"
     if summary.exists():

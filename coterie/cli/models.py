@@ -1,4 +1,4 @@
-"""Commands for what comes after training: the report, predictions, and models that leave the run."""
+"""Commands for after training: report, predict, export and adapt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from coterie._core import files
+from coterie._core.errors import CoterieError, SettingError
+from coterie.cli import console
 from coterie.cli.arguments import (
     JsonOption,
     RunArgument,
@@ -16,27 +19,32 @@ from coterie.cli.arguments import (
     require_place,
     write_json,
 )
-from coterie.errors import CoterieError, SettingError
-from coterie.report import console
+from coterie.report.page import write_report
+from coterie.report.tables import adapted_table, prediction_notes
+from coterie.train.adapt import adapt as find_models
+from coterie.train.export import export as write
+from coterie.train.folder import RunFolder
+from coterie.train.predict import Predictor
 
 
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="run folders, or folders that `coterie compare --out` made"),
+        typer.Argument(
+            metavar="RUN...", help="folders written by `coterie fit --out` or `coterie compare --out`"
+        ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="page to write; report.html in the first folder if not given"),
     ] = None,
 ) -> None:
-    """One web page about one or more runs: who gained, who lost, who learns from whom, at what price.
+    """Write a web page about one or more runs: who gained, who lost, who learns from whom, and the cost.
 
-    The page needs no network. Name a run of the method `local` too to see gains over training alone; one that
-    lies beside the first run is found by itself.
+    The page needs no network. Gains are relative to a run of the method `local`.
+
+    Name one, or keep it beside the first run, where it is found by itself.
     """
-    from coterie.report.page import write_report
-
     require_place(out)
     console.show(f"Report written to {write_report(runs, out)}")
 
@@ -51,12 +59,8 @@ def predict(
 ) -> None:
     """Predict new rows, each with its client's model.
 
-    A client that was not in training gets the common model and a warning.
+    A client not seen in training gets the common model and a warning.
     """
-    from coterie.report.tables import prediction_notes
-    from coterie.runs import files
-    from coterie.runs.predict import Predictor
-
     source = find_table(table)
     for place in (out, json):
         require_place(place, other_than=source)
@@ -78,17 +82,17 @@ def export(
     to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript or csv")],
     client: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="whose model; the common model for newcomers if not given"),
+        typer.Option(metavar="NAME", help="client whose model to export; the common model if not given"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="file to write; in the run's folder if not given")
     ] = None,
 ) -> None:
-    """Take a client's model away, with the preprocessing inside; csv is for linear models."""
-    from coterie.runs.export import export as write
-
+    """Export a client's model with its preprocessing; csv is for linear models."""
     require_place(out)
-    console.show(f"Model of {client or 'newcomers'} written to {write(run, client, to, out)}")
+    console.show(
+        f"{f'Model of {client}' if client else 'Common model'} written to {write(run, client, to, out)}"
+    )
 
 
 def adapt(
@@ -96,21 +100,17 @@ def adapt(
     table: TableArgument,
     client: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="name of the new client, if the table has no client column"),
+        typer.Option(metavar="NAME", help="name of the new client if the table has no client column"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="folder to make; in the run's folder if not given")
+        Path | None, typer.Option(metavar="FOLDER", help="folder to write; in the run's folder if not given")
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Give clients that were not in training their own models; nobody else trains again.
+    """Give clients not seen in training their own models, without retraining the others.
 
-    The new folder serves `coterie predict` and `coterie export` for old and new clients.
+    The new folder works with `coterie predict` and `coterie export` for old and new clients.
     """
-    from coterie.report.tables import adapted_table
-    from coterie.runs.adapt import adapt as find_models
-    from coterie.runs.folder import RunFolder
-
     require_place(json)
     source = find_table(table)
     place = run / "adapted" / Path(source).name.partition(".")[0] if out is None else out
@@ -121,12 +121,10 @@ def adapt(
 
 
 def report_beside(folder: Path) -> None:
-    """Write report.html into a folder that has none, where plotly and jinja2 are installed."""
+    """Write report.html into a folder that has none, if plotly and jinja2 are installed."""
     if not (folder / "report.html").exists() and all(
         importlib.util.find_spec(name) for name in ("plotly", "jinja2", "polars")
     ):
-        from coterie.report.page import write_report
-
         try:
             console.show(f"Report: {write_report([folder])}")
         except CoterieError as problem:

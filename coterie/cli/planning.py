@@ -1,4 +1,4 @@
-"""Commands for before training: what is in the table, which method, and what a budget allows."""
+"""Commands for before training: which method to use, and what a communication budget allows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
-    ClusterOption,
     DropOption,
     JsonOption,
     L2Option,
@@ -21,32 +21,12 @@ from coterie.cli.arguments import (
     require_place,
     write_json,
 )
-from coterie.report import console
-
-
-def describe(
-    table: TableArgument,
-    client: ClientOption,
-    target: TargetOption,
-    cluster: ClusterOption = None,
-    task: TaskOption = None,
-    drop: DropOption = None,
-    json: JsonOption = None,
-) -> None:
-    """Clients, columns, missing values and what will be predicted."""
-    from coterie.data import tables
-    from coterie.report.tables import description_tables
-
-    require_place(json)
-    source = find_table(table)
-    frame = tables.read(source)
-    spec = tables.check(
-        frame, client, target, cluster=cluster, drop=drop or (), task=task, source=str(source)
-    )
-    description = tables.describe(frame, spec)
-    console.notes(spec.warnings)
-    console.show(*description_tables(description))
-    write_json(json, description)
+from coterie.engine.federation import Federation
+from coterie.report.advice import advice_tables
+from coterie.report.budget import plan_plot, plan_tables
+from coterie.report.plots import save_plot
+from coterie.select import plan as plans
+from coterie.select.advise import advise as give_advice
 
 
 def advise(
@@ -57,17 +37,16 @@ def advise(
     drop: DropOption = None,
     seed: SeedOption = 0,
     probe: Annotated[
-        int, typer.Option(min=0, metavar="N", help="rounds of a probe for classes; 0 leaves it out")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="rounds of a short training run that checks the advice; 0 skips it"
+        ),
     ] = 30,
     json: JsonOption = None,
 ) -> None:
-    """Which method, and how much pull towards the others? From local statistics and a few federated sums."""
-    from coterie.data.load import load_table
-    from coterie.report.advice import advice_tables
-    from coterie.theory.advisor import advise as give_advice
-
+    """Recommend a method and a penalty before training, from local statistics and a few federated sums."""
     require_place(json)
-    fed = load_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed)
+    fed = Federation.from_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed)
     console.notes(fed.table.warnings)
     advice = give_advice(fed, probe)
     console.show(*advice_tables(advice))
@@ -78,34 +57,34 @@ def plan(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
-    accuracy: Annotated[
-        float, typer.Option(metavar="X", help="wanted distance from the best mixture's loss")
-    ],
-    rounds: Annotated[int | None, typer.Option(metavar="N", help="budget in communication rounds")] = None,
+    accuracy: Annotated[float, typer.Option(metavar="X", help="wanted gap to the loss of the best mixture")],
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="budget of communication rounds")] = None,
     budget_mb: Annotated[
         float | None,
-        typer.Option("--budget-mb", metavar="MB", help="budget in megabytes, up and down together"),
+        typer.Option("--budget-mb", metavar="MB", help="budget of megabytes, up and down together"),
     ] = None,
     solver: Annotated[str, typer.Option(metavar="NAME", help="dgd or diana")] = "dgd",
-    compressor: Annotated[str, typer.Option(metavar="NAME", help="for diana, such as rand-3")] = "identity",
+    compressor: Annotated[
+        str, typer.Option(metavar="NAME", help="compressor for diana, such as rand-3")
+    ] = "identity",
     l2: L2Option = 0.1,
     task: TaskOption = None,
     drop: DropOption = None,
     seed: SeedOption = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="web page with theory's bound and the measured curve")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="write a web page with the theoretical bound and the measured curve"
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """How personal must models be for a communication budget? The alpha, rounds and certificates of FLIX."""
-    from coterie.data.load import load_table
-    from coterie.report.budget import plan_plot, plan_tables
-    from coterie.report.plots import save_plot
-    from coterie.runs import plan as plans
-
+    """Plan FLIX for a communication budget: how personal models must be, and how many rounds they take."""
     for place in (json, plot):
         require_place(place)
-    fed = load_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2)
+    fed = Federation.from_table(
+        find_table(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2
+    )
     console.notes(fed.table.warnings)
     chosen = plans.plan(fed, accuracy, rounds=rounds, megabytes=budget_mb, solver=solver, encoding=compressor)
     console.show(*plan_tables(chosen, l2))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from coterie import models
+from coterie._core.errors import SettingError
+from coterie.algorithms import make
+from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
     DropOption,
     JsonOption,
     L2Option,
+    MetricOption,
     RoundsOption,
     RunArgument,
     SeedOption,
@@ -29,11 +35,18 @@ from coterie.cli.arguments import (
     write_json,
 )
 from coterie.cli.models import report_beside
-from coterie.errors import SettingError
-from coterie.report import console
-
-if TYPE_CHECKING:
-    from coterie.runs.run import Run
+from coterie.engine.federation import Federation
+from coterie.report.tables import comparison_tables, run_notes, run_summary, run_table
+from coterie.report.tables import search_table as as_table
+from coterie.report.weights import save_weights
+from coterie.select.auto import ChosenRun
+from coterie.select.compare import compare as run_comparison
+from coterie.select.fit import fit as train
+from coterie.select.plan import rounds_within_budget
+from coterie.select.tune import search_table
+from coterie.train.adapters import keep_adapters
+from coterie.train.fit import resume as go_on
+from coterie.train.run import Run
 
 
 def compare(
@@ -48,16 +61,14 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits and repetitions")] = 3,
     rounds: RoundsOption = 100,
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
+    metric: MetricOption = None,
     drop: DropOption = None,
     json: JsonOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="folder for models, metrics and per-client results")
     ] = None,
 ) -> None:
-    """Does collaborating help? Compare methods on your table, client by client."""
-    from coterie.report.tables import comparison_tables
-    from coterie.runs.compare import compare as run_comparison
-
+    """Compare methods on your table, client by client, and say whether collaborating helps."""
     require_place(json)
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     with console.progress() as watch:
@@ -74,6 +85,7 @@ def compare(
             budget=budget,
             out=out,
             watch=watch,
+            metric=metric,
         )
     console.notes(comparison.warnings)
     console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
@@ -101,8 +113,9 @@ def fit(
         float, typer.Option(metavar="SHARE", help="share of clients away in each call (simulation)")
     ] = 0.0,
     select: Annotated[
-        str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' by validation loss")
+        str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' on validation rows")
     ] = "last",
+    metric: MetricOption = None,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
     ] = 0,
@@ -115,19 +128,15 @@ def fit(
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
     ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="say which fast paths computed what")] = False,
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
-    from coterie.algorithms import make
-    from coterie.data.load import load_table
-    from coterie.runs.fit import fit as train
-    from coterie.runs.plan import rounds_within_budget
-
     method = "auto" if algorithm == "auto" else make(algorithm, **assignments(settings or []))
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
     require_place(json)
-    fed = load_table(
+    fed = Federation.from_table(
         find_table(table),
         client,
         target,
@@ -152,10 +161,13 @@ def fit(
             watch=_rounds(watch, algorithm),
             track=track,
             state_memory=state_memory,
+            metric=metric,
         )
-    if run.choice is not None:
+    if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())
     _finished(run, json)
+    if explain:
+        console.show(run.explain())
 
 
 def adapters(
@@ -196,10 +208,6 @@ def adapters(
     """
     import torch
 
-    from coterie import Federation, models
-    from coterie.algorithms import make
-    from coterie.runs.fit import fit as train
-
     usual: dict[str, Any] = {"lr": 0.1, "batch": 8}
     if algorithm == "cobo":
         usual |= {"rho": 0.01, "domain": "simplex"}
@@ -230,8 +238,6 @@ def resume(
     json: JsonOption = None,
 ) -> None:
     """Go on with an interrupted run; the result is the same as without the interruption."""
-    from coterie.runs.fit import resume as go_on
-
     require_place(json)
     with _resumable(run), console.progress() as watch:
         finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name), state_memory=state_memory)
@@ -258,6 +264,7 @@ def tune(
             "--set", metavar="NAME=VALUE", help="hyperparameter that is not searched, such as steps=1"
         ),
     ] = None,
+    metric: MetricOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
@@ -268,10 +275,6 @@ def tune(
 
     Test rows are not read. The last line is the command that trains with what was found.
     """
-    from coterie.algorithms import make
-    from coterie.report.tables import search_table as as_table
-    from coterie.runs.search import search_table
-
     require_place(json)
     method = make(algorithm, **assignments(settings or []))
     source = find_table(table)
@@ -286,15 +289,24 @@ def tune(
     }
     with console.progress() as watch:
         found = search_table(
-            out, method, data, trials=trials, rounds=rounds, sampler=sampler, jobs=jobs, watch=watch
+            out,
+            method,
+            data,
+            trials=trials,
+            rounds=rounds,
+            sampler=sampler,
+            jobs=jobs,
+            watch=watch,
+            metric=metric,
         )
     console.show(as_table(found))
     usual = make(algorithm).settings()
     changed = {name: value for name, value in found.algorithm.settings().items() if value != usual[name]}
+    by = f"--metric {metric} " if metric else ""
     options = " ".join(f"--set {name}={value}" for name, value in changed.items())
     console.show(
         f"coterie fit {table} --client {client} --target {target} --algorithm {algorithm} "
-        f"{options} --rounds {rounds} --select best --seed {seed} --out RUN"
+        f"{options} --rounds {rounds} --select best {by}--seed {seed} --out RUN"
     )
     write_json(json, found.json())
 
@@ -315,14 +327,13 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 
 def _finished(run: Run, json: Path | None) -> None:
-    from coterie.report.tables import run_notes, run_summary, run_table
-
     console.notes(run_notes(run))
     console.show(run_table(run), f"Run folder: {run.folder}")
     if run.folder is not None:
         if run.fed.texts is not None:
-            from coterie.runs.adapters import keep_adapters
-
             console.show(f"Adapters: {keep_adapters(run)}")
+        if importlib.util.find_spec("plotly") is not None:
+            title = f"{run.algorithm.name}: weights between clients"
+            save_weights(run.folder / "weights.html", run.history, run.fed.names, run.fed.clusters, title)
         report_beside(run.folder)
     write_json(json, run_summary(run))

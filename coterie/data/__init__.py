@@ -1,4 +1,7 @@
-"""Data: readers, partitioners, generators, tables. Heavy libraries are imported where they are used."""
+"""Read data, deal it out to clients, and generate data whose true parameters are known.
+
+Heavy libraries are imported where they are used, so that `import coterie.data` is quick.
+"""
 
 from coterie.data import bundled, generate, partition
 from coterie.data.clients import Clients, Pool

@@ -1,4 +1,4 @@
-"""Random changes of training rows, made on the device where the rows lie, from the hash alone."""
+"""Augmentations: random changes of training rows, computed on the device that holds them from hashed draws."""
 
 from __future__ import annotations
 
@@ -7,15 +7,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.errors import DataError, SettingError
-from coterie.federation import randomness
+from coterie._core import randomness
+from coterie._core.errors import DataError, SettingError
 
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Images shifted by up to `pad` pixels each way, the border mirrored, and half of them flipped.
+    """Shift images by up to `pad` pixels each way, mirroring the border, and flip half of them.
 
-    The usual crops of a picture padded by reflection (He et al., 2016, for CIFAR).
+    These are the usual crops of an image padded by reflection (He et al., 2016, for CIFAR). Pass an object as
+    `augment=` to `Federation.from_clients`.
+
+    Parameters
+    ----------
+    pad
+        Largest shift in pixels.
+    flip
+        Whether to flip half of the images from left to right.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie._core import randomness
+    >>> from coterie.data.augment import CropFlip
+    >>> image = torch.arange(4.0).reshape(1, 1, 2, 2)
+    >>> CropFlip(pad=1)(image, randomness.key(0, torch.arange(1))).shape
+    torch.Size([1, 1, 2, 2])
     """
 
     pad: int = 4
@@ -26,7 +43,7 @@ class CropFlip:
             raise SettingError(f"pad={self.pad}; give a whole number of pixels, 0 or more")
 
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
-        """x [..., channels, height, width] with one key per image."""
+        """Change images x [..., channels, height, width] by draws from one key per image."""
         if x.dim() < keys.dim() + 2 or min(x.shape[-2:]) <= self.pad:
             raise DataError(
                 f"rows of shape {tuple(x.shape[keys.dim() :])} cannot be cropped by {self.pad} pixels; "
@@ -34,8 +51,8 @@ class CropFlip:
             )
         draws = randomness.slots(keys, 3)
         shift = randomness.integers(draws[..., :2], 2 * self.pad + 1) - self.pad
-        rows = _mirrored(x.shape[-2], shift[..., 0])
-        columns = _mirrored(x.shape[-1], shift[..., 1])
+        rows = _reflected(x.shape[-2], shift[..., 0])
+        columns = _reflected(x.shape[-1], shift[..., 1])
         if self.flip:
             turned = (randomness.integers(draws[..., 2], 2) == 1).unsqueeze(-1)
             columns = torch.where(turned, columns.flip(-1), columns)
@@ -44,7 +61,7 @@ class CropFlip:
         return x.gather(-1, columns[(*lead, None, slice(None))].expand_as(x))
 
 
-def _mirrored(length: int, shift: Tensor) -> Tensor:
-    """Positions 0..length-1 moved by `shift`; those beyond an edge come back from it."""
+def _reflected(length: int, shift: Tensor) -> Tensor:
+    """Return positions 0..length-1 moved by `shift`, reflected where they cross an edge."""
     place = (torch.arange(length, device=shift.device) + shift.unsqueeze(-1)).abs()
     return torch.where(place >= length, 2 * (length - 1) - place, place)

@@ -5,25 +5,59 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import DataError, nearest
+from coterie._core.errors import DataError, nearest
 
 _FOLDER = Path(__file__).with_suffix("")
 
 
 def names() -> list[str]:
-    """Names of the bundled tables."""
+    """Return the names of the bundled tables.
+
+    Returns
+    -------
+    list of str
+        Names that `path`, the command line and `Federation.from_table` accept.
+
+    Examples
+    --------
+    >>> from coterie.data import bundled
+    >>> "heart_disease" in bundled.names()
+    True
+    """
     return sorted(file.stem for file in _FOLDER.glob("*.csv"))
 
 
 def path(name: str) -> Path:
-    """Where a bundled table lies, for `tables.read`."""
+    """Return the path of a bundled table.
+
+    Parameters
+    ----------
+    name
+        One of `names()`.
+
+    Returns
+    -------
+    Path
+        A CSV file inside the installed package.
+
+    Raises
+    ------
+    DataError
+        If there is no such table.
+
+    Examples
+    --------
+    >>> from coterie.data import bundled
+    >>> bundled.path("heart_disease").name
+    'heart_disease.csv'
+    """
     if name not in names():
         raise DataError(f"No bundled table is called {name!r}.{nearest(name, names())}")
     return _FOLDER / f"{name}.csv"
 
 
 def resolve(source: Any) -> Any:
-    """The path of a bundled table given by name; anything else as it is."""
+    """Return the path of a bundled table for its name; return anything else, and names of existing files, unchanged."""
     return (
         path(source)
         if isinstance(source, str) and source in names() and not Path(source).exists()
@@ -32,6 +66,6 @@ def resolve(source: Any) -> Any:
 
 
 def recorded(source: str | Path) -> str:
-    """How a run remembers where its table is: by name if it is bundled, else by its absolute path."""
+    """Return how a run records its table: the name of a bundled table, or the absolute path of any other."""
     place = Path(source).resolve()
     return place.stem if place.parent == _FOLDER.resolve() else str(place)

@@ -1,4 +1,4 @@
-"""What readers, partitioners and generators hand on: pooled rows, or rows that belong to clients."""
+"""Containers that readers, partitioners and generators return: pooled rows, or rows that belong to clients."""
 
 from __future__ import annotations
 
@@ -8,15 +8,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coterie.errors import DataError
+from coterie._core.errors import DataError
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Rows that belong to nobody yet: inputs `x` [rows, ...], targets `y` [rows, ...]."""
+    """Rows that no client owns yet; a partitioner of `coterie.data.partition` deals them out.
+
+    Parameters
+    ----------
+    x
+        Inputs, [rows, ...].
+    y
+        Targets, [rows, ...]; class numbers 0..C-1 if there are class names.
+    class_names
+        Name of each class, if the targets are classes with names.
+
+    Raises
+    ------
+    DataError
+        If `x` and `y` differ in length, are empty, or hold NaN or infinity, or a label has no class name.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> pool = Pool(torch.eye(4), torch.tensor([0, 1, 0, 1]), class_names=["cat", "dog"])
+    >>> len(pool)
+    4
+    >>> partition.equal_shares(pool, 2).names
+    ['client-0', 'client-1']
+    """
 
     x: Tensor
     y: Tensor
@@ -33,7 +59,38 @@ class Pool:
 
 @dataclass(frozen=True)
 class Clients:
-    """One block of rows per client; known clusters [n] and true parameters [n, d] where there are any."""
+    """Rows with an owner: one block of inputs and one of targets for each client.
+
+    `coterie.Federation.from_clients` makes a federation of it.
+
+    Parameters
+    ----------
+    xs
+        Inputs of each client, [rows, ...]; all clients have the same features and dtype.
+    ys
+        Targets of each client, [rows, ...].
+    names
+        Names of the clients, all different.
+    clusters
+        Known cluster of each client, int64 [n] with values 0..K-1, or None.
+    cluster_names
+        Names of the K clusters, or None.
+    truth
+        True parameters of each client, [n, d], if the data were generated.
+
+    Raises
+    ------
+    DataError
+        If the blocks do not fit together; the message names the client.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Clients
+    >>> clients = Clients([torch.zeros(3, 2), torch.ones(5, 2)], [torch.zeros(3), torch.ones(5)], ["a", "b"])
+    >>> len(clients), clients.sizes.tolist()
+    (2, [3, 5])
+    """
 
     xs: list[Tensor]
     ys: list[Tensor]
@@ -61,14 +118,53 @@ class Clients:
 
 
 def deal(x: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Give row k to client `owner[k]`; inside a client rows keep their order. The data are copied once."""
+    """Group rows by owner; inside a client rows keep their order.
+
+    Parameters
+    ----------
+    x
+        Inputs of all rows, [rows, ...].
+    y
+        Targets of all rows, [rows, ...].
+    owner
+        Client of each row, int64 [rows].
+    n
+        Number of clients.
+
+    Returns
+    -------
+    tuple of lists
+        Inputs and targets of each client, copied once.
+    """
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=n).tolist()
     return list(x[order].split(sizes)), list(y[order].split(sizes))
 
 
 def by_label(x: Tensor, y: Tensor, client: Any, cluster: Any = None) -> Clients:
-    """Clients from one client label per row, in sorted order; all rows of a client are in one cluster."""
+    """Group rows by client label; clients come in sorted order of their labels.
+
+    Parameters
+    ----------
+    x
+        Inputs of all rows, [rows, ...].
+    y
+        Targets of all rows, [rows, ...].
+    client
+        Client label of each row: numbers or text.
+    cluster
+        Cluster label of each row, the same for all rows of a client, or None.
+
+    Returns
+    -------
+    Clients
+        One block of rows per label.
+
+    Raises
+    ------
+    DataError
+        If a row has no label, or the rows of a client carry two cluster labels.
+    """
     names, owner = distinct(client, "client", x.shape[0])
     xs, ys = deal(x, y, owner, len(names))
     if cluster is None:
@@ -76,9 +172,9 @@ def by_label(x: Tensor, y: Tensor, client: Any, cluster: Any = None) -> Clients:
     cluster_names, row_cluster = distinct(cluster, "cluster", x.shape[0])
     clusters = torch.empty(len(names), dtype=torch.int64)
     clusters[owner] = row_cluster
-    torn = (clusters[owner] != row_cluster).nonzero()
-    if len(torn):
-        row = int(torn[0])
+    conflicts = (clusters[owner] != row_cluster).nonzero()
+    if len(conflicts):
+        row = int(conflicts[0])
         pair = cluster_names[int(row_cluster[row])], cluster_names[int(clusters[owner[row]])]
         raise DataError(
             f"client {names[int(owner[row])]!r} is in two clusters, {pair[0]!r} (row {row}) and {pair[1]!r}; "
@@ -88,7 +184,22 @@ def by_label(x: Tensor, y: Tensor, client: Any, cluster: Any = None) -> Clients:
 
 
 def distinct(labels: Any, what: str, rows: int) -> tuple[list[str], Tensor]:
-    """Sorted distinct labels as text, and for each row the index of its own."""
+    """Return the distinct labels as sorted text, and the index of each row's label among them.
+
+    Parameters
+    ----------
+    labels
+        One label per row.
+    what
+        What the labels are of, for error messages.
+    rows
+        How many labels there must be.
+
+    Returns
+    -------
+    tuple
+        The distinct labels, and int64 [rows].
+    """
     values = _as_array(labels, what)
     if values.shape != (rows,):
         raise DataError(
@@ -106,19 +217,22 @@ def distinct(labels: Any, what: str, rows: int) -> tuple[list[str], Tensor]:
     return [str(value) for value in found.tolist()], torch.from_numpy(index.astype(np.int64))
 
 
-def _as_array(labels: Any, what: str) -> np.ndarray:
+def _as_array(labels: Any, what: str) -> npt.NDArray[Any]:
     try:
         return labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     except ValueError as error:
         raise DataError(f"{what} labels are not one value per row ({error})") from None
 
 
-def _missing(values: np.ndarray) -> np.ndarray:
-    """Which labels are None, NaN, infinite or empty text."""
+def _missing(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which labels are None, NaN, infinite or empty text."""
+    missing: npt.NDArray[np.bool_]
     if values.dtype.kind == "f":
-        return ~np.isfinite(values)
+        missing = ~np.isfinite(values)
+        return missing
     if values.dtype.kind in "US":
-        return values == values.dtype.type()
+        missing = values == values.dtype.type()
+        return missing
     if values.dtype == object:
         return np.array([value is None or value != value or value == "" for value in values], dtype=bool)
     return np.zeros(len(values), dtype=bool)

@@ -1,4 +1,4 @@
-"""What the values of a column are: tidied, typed, and seen as numbers or as levels."""
+"""Types of columns: tidy values, infer what they are, and view them as numbers or as levels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coterie._core.errors import DataError
 from coterie.data import delimited
-from coterie.errors import DataError
 
 if TYPE_CHECKING:
     import polars
@@ -20,7 +20,7 @@ _EXACT = 2.0**53  # whole numbers beyond this are not all floats
 
 
 def tidy(column: polars.Series, decimal_comma: bool = False) -> polars.Series:
-    """A column with its spaces and missing values put right, and text typed where all values agree."""
+    """Strip spaces, turn words for missing values into null, and give text the type that all its values have."""
     import polars as pl
 
     column = column.alias(column.name.strip())
@@ -36,7 +36,7 @@ def tidy(column: polars.Series, decimal_comma: bool = False) -> polars.Series:
 
 
 def _typed(text: polars.Series) -> polars.Series:
-    """Text as the narrowest type that all its values have."""
+    """Convert text to the narrowest type that all its values have."""
     values = text.drop_nulls()
     if values.is_empty():
         return text
@@ -59,7 +59,7 @@ def _reads_as_numbers(text: polars.Series) -> bool:
 
 
 def _are_codes(values: polars.Series) -> bool:
-    """Numbers that would not come back as they were written (007, or twenty digits): names, perhaps."""
+    """Return True for numbers that would not come back as written (007, or twenty digits): they may be names."""
     import polars as pl
 
     whole = values.filter(values.str.contains(r"^[+-]?\d+$"))
@@ -74,12 +74,12 @@ def _as_numbers(text: polars.Series) -> polars.Series:
 
 
 def _unless_lost(text: polars.Series, parsed: polars.Series) -> polars.Series:
-    """The parsed values, or the text if some value (a 31 February) did not parse."""
+    """Return the parsed values, or the text if a value (a 31 February) did not parse."""
     return parsed if parsed.null_count() == text.null_count() else text
 
 
 def kind(column: polars.Series) -> str | None:
-    """'numeric' (also booleans, times, and text that reads as numbers), 'category', or None."""
+    """Return 'numeric' (also booleans, times, and text that reads as numbers), 'category', or None for others."""
     import polars as pl
 
     if column.dtype.is_numeric() or column.dtype.is_temporal() or column.dtype == pl.Boolean:
@@ -92,7 +92,29 @@ def kind(column: polars.Series) -> str | None:
 def numbers(
     frame: polars.DataFrame, name: str, source: str = "the table", client: str | None = None
 ) -> polars.Series:
-    """A column as float64 with nulls: booleans as 0 and 1, dates and times as days."""
+    """Return a column as float64 with nulls: booleans as 0 and 1, dates and times as days.
+
+    Parameters
+    ----------
+    frame
+        The table.
+    name
+        The column.
+    source
+        Where the table is from, for error messages.
+    client
+        Name of the client column, so that errors can name the client.
+
+    Returns
+    -------
+    polars.Series
+        float64 with nulls.
+
+    Raises
+    ------
+    DataError
+        If a value is not a number or is infinite.
+    """
     import polars as pl
 
     column = frame[name]
@@ -113,7 +135,7 @@ def numbers(
 
 
 def _days(column: polars.Series) -> polars.Series:
-    """Dates as days since 1970-01-01 (UTC), durations and times of day as fractions of days."""
+    """Return dates as days since 1970-01-01 (UTC), durations and times of day as fractions of days."""
     import polars as pl
 
     if column.dtype == pl.Date:
@@ -126,7 +148,7 @@ def _days(column: polars.Series) -> polars.Series:
 
 
 def labels(column: polars.Series) -> polars.Series:
-    """Values as text; whole floats as whole numbers, so that 1.0 and 1 are one level."""
+    """Return values as text; whole floats as whole numbers, so that 1.0 and 1 are one level."""
     import polars as pl
 
     if not column.dtype.is_float():
@@ -136,14 +158,14 @@ def labels(column: polars.Series) -> polars.Series:
 
 
 def order_and_label(column: polars.Series) -> tuple[polars.Series, polars.Series]:
-    """What to sort levels by (the number, where they are numbers), and their text."""
+    """Return the values to sort levels by (numbers, where they are numbers) and their text."""
     label = labels(column)
     order = numbers(column.to_frame(), column.name) if kind(column) == "numeric" else label
     return order, label
 
 
 def levels(column: polars.Series) -> tuple[str, ...]:
-    """The distinct values as text, sorted; numbers by size."""
+    """Return the distinct values as text, sorted; numbers by size."""
     import polars as pl
 
     order, label = order_and_label(column.drop_nulls())
@@ -151,7 +173,7 @@ def levels(column: polars.Series) -> tuple[str, ...]:
 
 
 def codes(label: polars.Series, known: Sequence[str]) -> np.ndarray:
-    """The place of each label among the known ones, -1 for missing and unknown."""
+    """Return the index of each label among the known ones, -1 for missing and unknown."""
     import polars as pl
 
     places = label.cast(pl.Enum(list(known)), strict=False).to_physical()
@@ -159,7 +181,7 @@ def codes(label: polars.Series, known: Sequence[str]) -> np.ndarray:
 
 
 def looks_like_identifier(column: polars.Series) -> bool:
-    """Whether every row has a different whole number."""
+    """Return True if every row has a different whole number."""
     import polars as pl
 
     if column.dtype == pl.String:
@@ -168,7 +190,7 @@ def looks_like_identifier(column: polars.Series) -> bool:
 
 
 def place(frame: polars.DataFrame, row: int, source: str, client: str | None = None) -> str:
-    """Where a row is: its line if the source is a text file that has these rows, and its client."""
+    """Return where a row is: its line, if the source is a text file with these rows, and its client."""
     found = f"row {row + 1}"
     path = Path(source)
     if delimited.is_delimited(path) and path.is_file():
@@ -179,7 +201,7 @@ def place(frame: polars.DataFrame, row: int, source: str, client: str | None = N
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """'a', 'b' and 7 more."""
+    """Return "'a', 'b' and 7 more" for a list of names."""
     listed = list(names)
     text = ", ".join(repr(name) for name in listed[:most])
     return text if len(listed) <= most else f"{text} and {len(listed) - most} more"

@@ -1,7 +1,7 @@
-"""Delimited text to a frame of text columns, with errors that name the line.
+"""Read delimited text into a frame of text columns, with errors that name the line.
 
-Well-formed files go through polars. Anything irregular goes through the csv module, which is slower
-but either copes (blank lines, stray quotes, spaces before quotes) or says at which line it cannot.
+Well-formed files go through polars. Anything irregular goes through the csv module, which is slower but either copes
+(blank lines, stray quotes, spaces before quotes) or says at which line it cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coterie.errors import DataError
+from coterie._core.errors import DataError
 
 if TYPE_CHECKING:
     import polars
@@ -32,7 +32,7 @@ _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 
 
 def is_delimited(path: Path) -> bool:
-    """Whether the name ends like delimited text, compressed or not."""
+    """Return True if the name ends like delimited text, compressed or not."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -40,7 +40,7 @@ def is_delimited(path: Path) -> bool:
 
 
 def load(path: Path) -> tuple[polars.DataFrame, str]:
-    """Every column as text, as it stands in the file, and the separator that was found."""
+    """Return every column as text, exactly as in the file, and the separator that was found."""
     data = _content(path)
     text = _decode(path, data)
     separator = _separator(path, text)
@@ -51,18 +51,18 @@ def load(path: Path) -> tuple[polars.DataFrame, str]:
         frame = _parse(data, separator, names)
         if frame is not None:
             return frame, separator
-    return _by_hand(path, itertools.chain(first, records), names), separator
+    return _parse_slowly(path, itertools.chain(first, records), names), separator
 
 
 def lines(path: Path) -> list[int]:
-    """The line of the file on which each data row starts (slow: for error messages)."""
+    """Return the line on which each data row starts (slow: for error messages)."""
     text = _decode(path, _content(path))
     records = _records(path, text, _separator(path, text))
     return [line for line, _ in records][1:]
 
 
 def _content(path: Path) -> bytes:
-    """The file unpacked, without a byte order mark and with a line end that polars knows."""
+    """Return the file decompressed, without a byte order mark, with line ends that polars knows."""
     suffix = path.suffix.lower()
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     try:
@@ -85,7 +85,7 @@ def _content(path: Path) -> bytes:
 
 
 def _unpack_zstandard(path: Path) -> bytes:
-    """Python 3.11 has no zstandard, polars has: read the file as one text cell, bad bytes marked 0xff."""
+    """Decompress with polars, since Python 3.11 has no zstandard: read one text cell, bad bytes marked 0xff."""
     import polars as pl
 
     def cells(encoding: str) -> str:
@@ -113,7 +113,7 @@ def _unpack_zstandard(path: Path) -> bytes:
 
 
 def _decode(path: Path, data: bytes) -> str:
-    """The text, or where it stops being UTF-8."""
+    """Return the text, or raise an error that says where it stops being UTF-8."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -134,14 +134,14 @@ def _decode(path: Path, data: bytes) -> str:
 
 
 def _conversion(path: Path, encoding: str) -> str:
-    """The command that turns the file into UTF-8."""
+    """Return the command that converts the file to UTF-8."""
     plain = path.name.removesuffix(path.suffix) if path.suffix.lower() in COMPRESSIONS else path.name
     unpack = "" if plain == path.name else "unpack it, then "
     return f"{unpack}iconv -f {encoding} -t utf-8 {plain} > utf8-{plain}"
 
 
 def _separator(path: Path, text: str) -> str:
-    """The separator that cuts the first lines alike and into most values, or failing that the header."""
+    """Return the separator that cuts the first lines alike and into most values, or failing that the header."""
     tabbed = any(suffix.lower() in (".tsv", ".tab") for suffix in path.suffixes)
     start = text[: 1 << 20]
 
@@ -161,7 +161,7 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of every record that is not blank, the header included."""
+    """Yield (first line, fields) of every record that is not blank, the header included."""
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True
     )
@@ -179,7 +179,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[int, list[
 
 
 def _names(path: Path, header: list[str]) -> list[str]:
-    """Column names without spaces around them; a nameless column is called by its place."""
+    """Return column names without surrounding spaces; a nameless column is named after its position."""
     names = [name.strip() or f"column_{place}" for place, name in enumerate(header, 1)]
     for name, count in Counter(names).items():
         if count > 1:
@@ -192,7 +192,7 @@ def _names(path: Path, header: list[str]) -> list[str]:
 
 
 def _regular(data: bytes, separator: str, width: int) -> bool:
-    """Whether quotes only enclose whole values and every record has `width` values."""
+    """Return True if quotes only enclose whole values and every record has `width` values."""
     body = np.frombuffer(b"\n" + data.rstrip(b"\r\n") + b"\n", dtype=np.uint8)
     quote, newline, separators = body == _QUOTE, body == _NEWLINE, body == ord(separator)
     inside = (np.cumsum(quote, dtype=np.uint8) & 1).astype(bool)
@@ -208,7 +208,7 @@ def _regular(data: bytes, separator: str, width: int) -> bool:
 
 
 def _parse(data: bytes, separator: str, names: list[str]) -> polars.DataFrame | None:
-    """The fast way; None if polars finds fault with the file after all."""
+    """Parse with polars, which is fast; return None if it finds fault with the file after all."""
     import polars as pl
 
     schema = dict.fromkeys(names, pl.String)
@@ -218,8 +218,8 @@ def _parse(data: bytes, separator: str, names: list[str]) -> polars.DataFrame | 
         return None
 
 
-def _by_hand(path: Path, records: Iterator[tuple[int, list[str]]], names: list[str]) -> polars.DataFrame:
-    """The slow way, which can say which line is too long or too short."""
+def _parse_slowly(path: Path, records: Iterator[tuple[int, list[str]]], names: list[str]) -> polars.DataFrame:
+    """Parse with the csv module, which is slow but can say which line is too long or too short."""
     import polars as pl
 
     rows = []

@@ -1,7 +1,7 @@
-"""One table in many places: what each place tells of its rows so that all of them are encoded alike.
+"""One table on many nodes: what each node reveals of its rows so that all nodes encode theirs alike.
 
-A place tells the names and sizes of its clients, the kinds of its columns, the classes of the target and,
-of its training rows, the sums and levels in `Statistics`. Rows and single values of numeric columns stay.
+A node reveals the names and sizes of its clients, the kinds of its columns, the classes of the target and, of its
+training rows, the sums and levels in `Statistics`. Rows and single values of numeric columns stay on the node.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import column_types as columns
 from coterie.data import tables
 from coterie.data.preprocess import Levels, Moments, Statistics
 from coterie.data.tables import MOST_LEVELS, TableSpec
-from coterie.errors import DataError, SettingError, nearest
 
 if TYPE_CHECKING:
     import polars
@@ -25,7 +25,21 @@ MOST_WHOLE_CLASSES = 20  # whole numbers with more values than this are a quanti
 
 @dataclass(frozen=True)
 class Roles:
-    """Which columns the federation uses, and how."""
+    """Which columns the federation uses, and for what.
+
+    Parameters
+    ----------
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    cluster
+        Name of the cluster column, or None.
+    task
+        The task, or None to infer it.
+    drop
+        Names of columns to leave out.
+    """
 
     client: str
     target: str
@@ -35,16 +49,38 @@ class Roles:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Roles:
+        """Return the roles that `to_json` wrote."""
         return cls(**{**stored, "drop": tuple(stored.get("drop") or ())})
 
     def to_json(self) -> dict[str, Any]:
+        """Return the roles as JSON values."""
         return asdict(self)
 
 
 def own_rows(frame: polars.DataFrame, roles: Roles, client: str | None, source: str) -> polars.DataFrame:
-    """The rows of a place, with a client column.
+    """Return the rows of a node, with a client column.
 
-    With `client`, a table that has the client column gives that client's rows, and one that has none is all its own.
+    Parameters
+    ----------
+    frame
+        The node's table.
+    roles
+        Which columns the federation uses.
+    client
+        The one client whose rows these are. A table with a client column is filtered by it; a table without one
+        gets it.
+    source
+        Where the rows are from, for error messages.
+
+    Returns
+    -------
+    polars.DataFrame
+        The rows the node takes part with.
+
+    Raises
+    ------
+    DataError
+        If a column or the client is missing.
     """
     import polars as pl
 
@@ -68,7 +104,22 @@ def own_rows(frame: polars.DataFrame, roles: Roles, client: str | None, source: 
 
 
 def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, Any]:
-    """What a place tells before training: clients, their sizes and clusters, kinds of columns, classes."""
+    """Return what a node reveals before training: clients, their sizes and clusters, kinds of columns, classes.
+
+    Parameters
+    ----------
+    frame
+        The node's rows, from `own_rows`.
+    roles
+        Which columns the federation uses.
+    source
+        Where the rows are from, for error messages.
+
+    Returns
+    -------
+    dict
+        JSON values, to be sent to the server.
+    """
     import torch
 
     frame, names, sizes = tables.by_client(frame, roles.client)
@@ -103,7 +154,7 @@ def _kind(column: polars.Series, source: str) -> str:
 
 
 def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:
-    """The classes of the target where it may have some; nothing of a quantity."""
+    """Return the classes of the target if it may have some, and nothing about a quantity."""
     import polars as pl
 
     if target.null_count():
@@ -119,7 +170,25 @@ def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]
 
 
 def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableSpec:
-    """One reading of the columns for all places; what differs between them is in its warnings."""
+    """Combine the descriptions of all nodes into one reading of the columns.
+
+    Parameters
+    ----------
+    descriptions
+        What `describe` returned, by node.
+    roles
+        Which columns the federation uses.
+
+    Returns
+    -------
+    TableSpec
+        The role of every column; columns that nodes lack are left out and named in the warnings.
+
+    Raises
+    ------
+    DataError
+        If the nodes have no feature in common, or disagree on the target.
+    """
     kinds: dict[str, set[str]] = {}
     for told in descriptions.values():
         for name, kind in told["columns"]:
@@ -161,7 +230,7 @@ def _task(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> tuple[
 
 
 def in_order(labels: set[str] | Sequence[str]) -> tuple[str, ...]:
-    """Names in the order a table gives them: numbers by size, all else as text."""
+    """Sort names as a table sorts them: numbers by size, everything else as text."""
     import polars as pl
 
     given = sorted(labels)
@@ -170,7 +239,23 @@ def in_order(labels: set[str] | Sequence[str]) -> tuple[str, ...]:
 
 
 def client_order(places: Mapping[str, Sequence[str]]) -> list[str]:
-    """All clients in the order of a local table; one that two places claim is an error."""
+    """Return all clients in the order of a table that holds them all.
+
+    Parameters
+    ----------
+    places
+        Names of the clients, by node.
+
+    Returns
+    -------
+    list of str
+        Names of all clients.
+
+    Raises
+    ------
+    DataError
+        If two nodes claim the same client.
+    """
     counts = Counter(name for names in places.values() for name in names)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
@@ -182,7 +267,7 @@ def client_order(places: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def statistics_to_json(statistics: Statistics) -> dict[str, Any]:
-    """Sums as lists of numbers; floats come back bit for bit."""
+    """Return statistics as lists of numbers; floats come back bit for bit."""
 
     def sums(moments: Moments) -> list[float]:
         return [moments.count, moments.mean, moments.squares, moments.missing]
@@ -197,7 +282,25 @@ def statistics_to_json(statistics: Statistics) -> dict[str, Any]:
 
 
 def statistics_from_json(stored: Mapping[str, Any], spec: TableSpec) -> Statistics:
-    """What a place told; anything that is not the statistics of `spec` is an error."""
+    """Return the statistics that a node sent.
+
+    Parameters
+    ----------
+    stored
+        What `statistics_to_json` made.
+    spec
+        The columns they must be of.
+
+    Returns
+    -------
+    Statistics
+        Sums and levels of the node's training rows.
+
+    Raises
+    ------
+    DataError
+        If these are not the statistics of `spec`.
+    """
     try:
         return Statistics(
             {name: _moments(stored["numeric"][name]) for name in spec.numeric},

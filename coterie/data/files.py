@@ -1,4 +1,4 @@
-"""Opening data files: compressed or not, folders and tar archives alike, with errors that name the file."""
+"""Open data files: compressed or not, in folders or tar archives, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
-from coterie.errors import DataError
+from coterie._core.errors import DataError
 
 _STREAMS: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
     ".gz": (b"\x1f\x8b", gzip.decompress),
@@ -22,7 +22,7 @@ _BLOCK = 512
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Contents of a file, decompressed when it is gzip, bzip2 or xz."""
+    """Return the contents of a file, decompressed if it is gzip, bzip2 or xz."""
     path = existing(path)
     if path.is_dir():
         raise DataError(f"{path} is a folder; give a file")
@@ -38,12 +38,12 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Contents of a UTF-8 file; a byte that is not UTF-8 is reported with its line."""
+    """Return the contents of a UTF-8 file; an error names the line of a byte that is not UTF-8."""
     return decode(read_bytes(path), str(path))
 
 
 def decode(raw: bytes, where: str) -> str:
-    """Bytes as UTF-8 text."""
+    """Return bytes as UTF-8 text."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -56,16 +56,28 @@ def decode(raw: bytes, where: str) -> str:
 def members(
     path: str | Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Name and contents of the wanted files of a folder (sorted) or of a tar archive (as stored).
+    """Yield name and contents of the wanted files of a folder (sorted) or of a tar archive (in its order).
 
-    Nothing is unpacked to disk; links and special files in an archive are passed over.
+    Nothing is unpacked to disk; links and special files in an archive are skipped.
+
+    Parameters
+    ----------
+    path
+        The folder or archive.
+    wanted
+        Whether to read the file of a name.
+
+    Returns
+    -------
+    Iterator
+        Names, relative to the folder or archive, and contents.
     """
     path = existing(path)
     return _folder_members(path, wanted) if path.is_dir() else _archive_members(path, wanted)
 
 
 def existing(path: str | Path) -> Path:
-    """The path, if there is something there."""
+    """Return the path, or raise an error if nothing is there."""
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; check the name or fetch the data first")
@@ -99,7 +111,7 @@ def _archive_members(
 
 
 def _next(archive: tarfile.TarFile, path: Path) -> tarfile.TarInfo | None:
-    """The next entry; tarfile ends quietly at a damaged header, so the closing block of zeros is checked."""
+    """Return the next entry, and check the closing block of zeros, since tarfile ends silently at a damaged header."""
     try:
         entry = archive.next()
         if entry is None and archive.fileobj is not None:

@@ -1,4 +1,4 @@
-"""Generated regression data whose true parameters are known, for tests, examples and theory."""
+"""Generators of linear-regression data whose true parameters are known, for tests, examples and theory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
+from coterie._core.randomness import key, normal, slots, uniform
 from coterie.data.clients import Clients
-from coterie.errors import SettingError
-from coterie.federation.randomness import key, normal, slots, uniform
 
 Count = int | Sequence[int]
 Covariance = str | tuple[str, float] | Tensor
@@ -27,10 +27,43 @@ def hierarchical_linear(
     centre: float | Tensor = 0.0,
     seed: int = 0,
 ) -> Clients:
-    """y = X theta_i + N(0, noise^2), theta_i ~ N(centre_j, within^2 I), centre_j ~ N(centre, between^2 I).
+    """Generate clients that scatter around clusters, which scatter around a common centre.
 
-    Lyu, Hanzely, Kolar, "Personalized Federated Learning with Multiple Known Clusters" (2022); X ~ N(0, I).
-    `clients` is per cluster (one number or one each), `rows` per client; the spreads are standard deviations.
+    y = X theta_i + N(0, noise^2), theta_i ~ N(centre_j, within^2 I), centre_j ~ N(centre, between^2 I), X ~ N(0, I);
+    Lyu, Hanzely, Kolar, "Personalized Federated Learning with Multiple Known Clusters" (2022).
+
+    Parameters
+    ----------
+    clusters
+        Number of clusters.
+    clients
+        Clients per cluster: one number, or one for each cluster.
+    features
+        Number of features.
+    rows
+        Rows per client: one number, or one for each client.
+    between
+        Standard deviation of the cluster centres.
+    within
+        Standard deviation of the clients' parameters around their cluster's centre.
+    noise
+        Standard deviation of the noise.
+    centre
+        The common centre: one number, or one for each feature.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        Float64 rows with known clusters and true parameters.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> clients = generate.hierarchical_linear(clusters=2, clients=[1, 3], features=5, rows=8)
+    >>> clients.clusters.tolist(), list(clients.truth.shape)
+    ([0, 1, 1, 1], [4, 5])
     """
     for name, spread in (("between", between), ("within", within), ("noise", noise)):
         _check_at_least(name, spread, 0.0)
@@ -51,10 +84,36 @@ def clustered_regression(
     rows: Count = 9,
     seed: int = 0,
 ) -> Clients:
-    """y = X x*_k without noise, X ~ N(0, I), each coordinate of x*_k being 0 or 100 with probability 1/2.
+    """Generate clusters whose clients share their true parameters exactly, without noise.
 
-    "Towards Provably Personalized Federated Learning via Threshold-Clustering of Similar Clients" (2022),
-    section 4. With fewer rows than features no client can find its cluster's x*_k alone.
+    y = X x*_k, X ~ N(0, I), each coordinate of x*_k being 0 or 100 with probability 1/2; "Towards Provably Personalized
+    Federated Learning via Threshold-Clustering of Similar Clients" (2022), section 4. With fewer rows than features no
+    client can find its cluster's x*_k alone.
+
+    Parameters
+    ----------
+    clusters
+        Number of clusters.
+    clients
+        Clients per cluster: one number, or one for each cluster.
+    features
+        Number of features.
+    rows
+        Rows per client: one number, or one for each client.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        Float64 rows with known clusters and true parameters.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> clients = generate.clustered_regression(clusters=2, clients=[1, 2], features=4)
+    >>> clients.truth.tolist()
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 100.0], [0.0, 0.0, 0.0, 100.0]]
     """
     membership = _membership(clusters, clients)
     coins = uniform(
@@ -74,10 +133,42 @@ def random_effects(
     covariance: Covariance = "identity",
     seed: int = 0,
 ) -> Clients:
-    """y = X th_j + N(0, sigma2), X ~ N(0, covariance), th_j = th_0 + D_j, |D_j|^2 = r2, |th_j|^2 = rho2.
+    """Generate clients whose parameters lie at an exact distance from a common centre.
 
-    Cheng, Chadha, Duchi, "Federated Asymptotics" (2022). D_j is uniform on the sphere orthogonal to th_0,
-    so |th_0|^2 = rho2 - r2 is exact and not only true for many features. All clients form one cluster.
+    y = X th_j + N(0, sigma2), X ~ N(0, covariance), th_j = th_0 + D_j, |D_j|^2 = r2, |th_j|^2 = rho2; Cheng, Chadha,
+    Duchi, "Federated Asymptotics" (2022). D_j is uniform on the sphere orthogonal to th_0, so that |th_0|^2 = rho2 - r2
+    holds exactly and not only for many features. All clients form one cluster.
+
+    Parameters
+    ----------
+    clients
+        Number of clients.
+    features
+        Number of features.
+    rows
+        Rows per client: one number, or one for each client.
+    r2
+        Squared distance of the clients' parameters from the centre.
+    rho2
+        Squared length of the clients' parameters, at least `r2`.
+    sigma2
+        Variance of the noise.
+    covariance
+        Covariance of the features: "identity", ("ar", correlation) or a symmetric matrix [features, features].
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        Float64 rows with true parameters.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> clients = generate.random_effects(3, features=4, rows=2, r2=0.5, rho2=3.0, sigma2=1.0)
+    >>> clients.truth.square().sum(1).round(decimals=6).tolist()
+    [3.0, 3.0, 3.0]
     """
     for name, value in (("r2", r2), ("sigma2", sigma2)):
         _check_at_least(name, value, 0.0)
@@ -108,7 +199,7 @@ def _linear_clients(
     seed: int,
     root: Tensor | None = None,
 ) -> Clients:
-    """Draw inputs and targets; a client's rows do not depend on how many the others have."""
+    """Draw inputs and targets; a client's rows do not depend on how many rows the others have."""
     n, features = truth.shape
     sizes = _per_item("rows", rows, n, "client")
     client = torch.repeat_interleave(torch.arange(n), sizes)
@@ -161,11 +252,12 @@ def _as_vector(centre: float | Tensor, features: int) -> Tensor:
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / lengths
 
 
 def _covariance_root(covariance: Covariance, features: int) -> Tensor | None:
-    """Symmetric square root of the covariance, or None for the identity."""
+    """Return the symmetric square root of the covariance, or None for the identity."""
     if isinstance(covariance, Tensor):
         matrix = covariance.double()
     elif covariance == "identity":
@@ -179,6 +271,8 @@ def _covariance_root(covariance: Covariance, features: int) -> Tensor | None:
         raise SettingError(f"covariance={covariance!r}; choose 'identity', ('ar', rho) or a matrix")
     if matrix.shape != (features, features) or not torch.allclose(matrix, matrix.T):
         raise SettingError(f"covariance must be symmetric [{features}, {features}]; got {list(matrix.shape)}")
+    spectrum: Tensor
+    axes: Tensor
     spectrum, axes = torch.linalg.eigh(matrix)
     if not spectrum.min() >= -1e-10 * spectrum.abs().max():
         raise SettingError(f"covariance has the negative eigenvalue {float(spectrum.min()):g}")

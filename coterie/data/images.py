@@ -1,4 +1,4 @@
-"""Readers for images: idx files (MNIST and its kin) and CIFAR as binary batches or as folders of pictures."""
+"""Readers for images: idx files (MNIST and its relatives), and CIFAR as binary batches or as folders of pictures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.clients import Pool
 from coterie.data.files import decode, existing, members, read_bytes
-from coterie.errors import DataError, SettingError
 
 _IDX_IMAGES, _IDX_LABELS = 2051, 2049  # unsigned bytes in three axes and in one
 _PIXELS = 3 * 32 * 32
@@ -27,7 +27,37 @@ _Named = list[tuple[PurePosixPath, bytes]]
 
 
 def idx(images: str | Path, labels: str | Path) -> Pool:
-    """Images [rows, 1, height, width] in 0..1 and their labels from a pair of idx files, .gz or plain."""
+    """Read images and labels from a pair of idx files, such as those of MNIST.
+
+    Parameters
+    ----------
+    images
+        The file of images, plain or .gz.
+    labels
+        The file of labels, plain or .gz.
+
+    Returns
+    -------
+    Pool
+        Images [rows, 1, height, width] as float32 in 0..1, and labels as int64.
+
+    Raises
+    ------
+    DataError
+        If a file is damaged or swapped with the other, or their lengths differ.
+
+    Examples
+    --------
+    >>> import pathlib, struct, tempfile
+    >>> from coterie.data import idx
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     images, labels = pathlib.Path(folder, "images"), pathlib.Path(folder, "labels")
+    ...     _ = images.write_bytes(struct.pack(">4I", 2051, 2, 28, 28) + bytes(2 * 28 * 28))
+    ...     _ = labels.write_bytes(struct.pack(">2I", 2049, 2) + bytes([3, 7]))
+    ...     pool = idx(images, labels)
+    >>> list(pool.x.shape), pool.y.tolist()
+    ([2, 1, 28, 28], [3, 7])
+    """
     pixels = _idx_array(images, _IDX_IMAGES, "images")
     classes = _idx_array(labels, _IDX_LABELS, "labels")
     if len(pixels) != len(classes):
@@ -64,10 +94,40 @@ def cifar(
     split: Literal["train", "test", "both"] = "train",
     labels: Literal["fine", "coarse"] = "fine",
 ) -> Pool:
-    """CIFAR images [rows, 3, 32, 32] in 0..1 (float32) from a folder or tar archive.
+    """Read CIFAR-10 or CIFAR-100 from a folder or tar archive.
 
-    Either the binary version of CIFAR-10 or CIFAR-100 ("coarse": its 20 superclasses), or pictures under
-    `split/class/` (these need Pillow). The Python version is refused: it would have to be unpickled.
+    Either the binary version, or pictures under `split/class/` (which need Pillow). The Python version is refused:
+    unpickling it could run code.
+
+    Parameters
+    ----------
+    path
+        The folder or archive.
+    split
+        "train", "test" or "both".
+    labels
+        "fine", or "coarse" for the 20 superclasses of CIFAR-100 (binary version only).
+
+    Returns
+    -------
+    Pool
+        Images [rows, 3, 32, 32] as float32 in 0..1, labels as int64, and class names where they are known.
+
+    Raises
+    ------
+    DataError
+        If files are missing, damaged or pickled.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from coterie.data import cifar
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     image = bytes([5]) + bytes(3 * 32 * 32)
+    ...     _ = pathlib.Path(folder, "test_batch.bin").write_bytes(image + image)
+    ...     pool = cifar(folder, split="test")
+    >>> list(pool.x.shape), pool.y.tolist()
+    ([2, 3, 32, 32], [5, 5])
     """
     if split == "both":
         train, test = cifar(path, "train", labels), cifar(path, "test", labels)
@@ -95,7 +155,7 @@ def cifar(
 
 
 def _wanted(path: Path, name: PurePosixPath, split: str, classes: set[str]) -> bool:
-    """Whether to read a file; on the way, note the classes of both splits so that their numbers agree."""
+    """Return True if a file is to be read; note the classes of both splits, so that their numbers agree."""
     if name.name in _PICKLED or (name.suffix == "" and name.parent.name == "cifar-100-python"):
         raise _pickled(path, name.as_posix())
     if _is_picture(name):
@@ -188,5 +248,5 @@ def _pictures(path: Path, found: Iterable[tuple[PurePosixPath, bytes]], classes:
 
 
 def _unit(pixels: Tensor) -> Tensor:
-    """Bytes 0..255 as contiguous float32 in 0..1."""
+    """Return bytes 0..255 as contiguous float32 in 0..1."""
     return pixels.float().div_(255.0).contiguous()

@@ -1,4 +1,4 @@
-"""Texts of four languages from annotated corpora: Universal Dependencies and sentences of Wikipedia."""
+"""Texts of several languages from annotated corpora: Universal Dependencies and sentences of Wikipedia."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.files import decode, members
 from coterie.data.texts import Texts
-from coterie.errors import DataError, SettingError
 
 LANGUAGES = ("ca", "es", "de", "nl")
 BLOCK = 20  # sentences that follow each other and are taken as a document where the file marks none
@@ -22,10 +22,29 @@ def conllu_languages(
     sentences: int | None = None,
     within: str | None = None,
 ) -> Texts:
-    """The texts of CoNLL-U files (folder or tar archive) by the language their names begin with.
+    """Read the texts of CoNLL-U files; every language is a client.
 
-    Documents are those the files mark (`# newdoc`, or the article in `sent_id`), else every twenty sentences; with
-    `sentences` every so many sentences, whatever is marked. `within` takes the files of folders of this name only.
+    Parameters
+    ----------
+    path
+        A folder or tar archive of files whose names begin with the language, such as ca_ancora.conllu.
+    languages
+        Two-letter codes of the languages to read.
+    sentences
+        Make a document of this many sentences. By default documents are those the files mark (`# newdoc`, or the
+        article in `sent_id`), else every twenty sentences.
+    within
+        Read only files in folders of this name.
+
+    Returns
+    -------
+    Texts
+        Documents by language.
+
+    Raises
+    ------
+    DataError
+        If a language has no file.
     """
     if sentences is not None and sentences < 1:
         raise SettingError(f"sentences={sentences}; give 1 or more, or None")
@@ -48,6 +67,7 @@ def conllu_languages(
 
 
 def _documents(text: str, block: int | None) -> Iterator[str]:
+    """Yield the documents of a file, in blocks of `block` sentences if that is given."""
     current: str | None = None
     sentences: list[str] = []
     for mark, sentence in _sentences(text):
@@ -65,7 +85,7 @@ def _documents(text: str, block: int | None) -> Iterator[str]:
 
 
 def _sentences(text: str) -> Iterator[tuple[str | None, str]]:
-    """The document of every sentence, where it is marked, and its text."""
+    """Yield the document of every sentence, where it is marked, and its text."""
     document: str | None = None
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line]
@@ -81,5 +101,5 @@ def _sentences(text: str) -> Iterator[tuple[str | None, str]]:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """Words as running text: punctuation stands where it belongs."""
+    """Join words to running text, without the spaces before and after punctuation."""
     return _OPENING.sub(r"\1", _CLOSING.sub(r"\1", " ".join(words)))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.clients import Clients
 from coterie.data.files import decode, existing, members, read_bytes
-from coterie.errors import DataError, SettingError
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """LEAF's alphabet for Shakespeare: a character's index is its place here, len(LETTERS) = 80 is any other."""
@@ -29,10 +29,42 @@ def leaf(
     max_clients: int | None = None,
     repeats: Literal["error", "first"] = "error",
 ) -> Clients:
-    """Clients from LEAF JSON files, folders or tar archives; files are told apart by train and test.
+    """Read LEAF JSON; every user is a client.
 
-    Rows of 784 numbers become images [1, 28, 28], text becomes indices into LETTERS; users without rows are
-    left out. A user in two data sets is an error, or with repeats="first" stays with the first that names it.
+    Parameters
+    ----------
+    paths
+        A file, a folder, a tar archive, or several of them.
+    split
+        "train" or "test" takes the files whose folder or name says so; "all" takes both.
+    max_clients
+        Stop after this many users.
+    repeats
+        What to do with a user that occurs in two data sets: "error" raises one, "first" keeps the rows of the first
+        data set that has the user, so that train and test rows never come from different copies.
+
+    Returns
+    -------
+    Clients
+        Rows of 784 numbers become images [1, 28, 28]; text becomes indices into `LETTERS`. Users without rows are left
+        out.
+
+    Raises
+    ------
+    DataError
+        If a file is not LEAF JSON, a user occurs twice, or nothing is found.
+
+    Examples
+    --------
+    >>> import json, pathlib, tempfile
+    >>> from coterie.data import leaf
+    >>> user = {"x": [[0.0, 1.0], [1.0, 0.0]], "y": [0, 1]}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "all_data_train.json")
+    ...     _ = path.write_text(json.dumps({"users": ["u1"], "num_samples": [2], "user_data": {"u1": user}}))
+    ...     clients = leaf(path, split="train")
+    >>> clients.names, clients.sizes.tolist()
+    (['u1'], [2])
     """
     if split not in ("all", *_PARTS):
         raise SettingError(f"split={split!r}; choose 'all', 'train' or 'test'")
@@ -66,7 +98,7 @@ class _Document:
 
 
 def _documents(path: Path) -> Iterator[_Document]:
-    """The JSON files of a path; train and test side by side are parts of the data set above them."""
+    """Yield the JSON files of a path; `train` and `test` beside each other are parts of the data set above them."""
     own = path.absolute()
     lone = path.is_file() and ".json" in path.suffixes
     top = own.parent if lone else own
@@ -80,14 +112,14 @@ def _documents(path: Path) -> Iterator[_Document]:
 
 
 def _part(name: PurePosixPath) -> str | None:
-    """Train or test, by the nearest folder of that name or else by a word of the file name."""
+    """Return "train" or "test", from the nearest folder of that name or a word of the file name, else None."""
     words = [*name.stem.replace("-", "_").split("_"), *name.parts[:-1]]
     return next((word for word in reversed(words) if word in _PARTS), None)
 
 
 @dataclass
 class _Gathered:
-    """Rows per user as files are read, and which data set each user belongs to."""
+    """Rows per user while files are read, and the data set that each user belongs to."""
 
     split: str
     max_clients: int | None
@@ -98,14 +130,15 @@ class _Gathered:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that is still unread can matter: a user's rows of one part lie in one file."""
+        """Whether no unread file can matter: a user's rows of one part lie in one file."""
         return self.split != "all" and len(self.xs) == self.max_clients
 
     def needs(self, document: _Document) -> bool:
-        """Files of the other part are read only to learn which users an earlier data set has taken."""
+        """Return True if a file must be read; the other part matters only for users that an earlier data set has."""
         return self.split in ("all", document.part) or self.repeats == "first"
 
     def add(self, document: _Document) -> None:
+        """Add the rows of every user of a file that is wanted."""
         for user, x, y in _users(document):
             if self._taken(user, document) or self.split not in ("all", document.part) or not y:
                 continue
@@ -116,7 +149,7 @@ class _Gathered:
             self.ys.setdefault(user, []).append(targets)
 
     def _taken(self, user: str, document: _Document) -> bool:
-        """Whether an earlier data set owns the user; a user twice in one part of one data set is an error."""
+        """Return True if an earlier data set owns the user; raise if the user is twice in one part of one data set."""
         earlier = self.seen.setdefault(user, {})
         for part, other in earlier.items():
             if other.origin != document.origin and self.repeats == "first":
@@ -130,6 +163,7 @@ class _Gathered:
         return False
 
     def clients(self) -> Clients:
+        """Return everything that was gathered."""
         names = list(self.xs)
         for name in names:
             _check_parts(name, self.xs[name])
@@ -147,7 +181,7 @@ def _check_parts(name: str, parts: list[Tensor]) -> None:
 
 
 def _users(document: _Document) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Name, x and y of every user of a file, after checking that it is what LEAF writes."""
+    """Yield name, x and y of every user of a file, after checking that it is what LEAF writes."""
     content = _parsed(document)
     users, data = content.get("users"), content.get("user_data")
     if not isinstance(users, list) or not isinstance(data, dict) or sorted(map(str, users)) != sorted(data):
@@ -211,7 +245,7 @@ def _numbers(where: str, what: str, values: list[Any]) -> Tensor:
 
 
 def _indices(where: str, lines: list[Any]) -> Tensor:
-    """Strings of equal length as indices into LETTERS, int64 [rows, length]."""
+    """Return strings of equal length as indices into LETTERS, int64 [rows, length]."""
     if not all(isinstance(line, str) for line in lines) or len({len(line) for line in lines} | {0}) != 2:
         raise DataError(f"{where}: text rows must be equally long (80 characters in Shakespeare)")
     codes = np.frombuffer("".join(lines).encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -1,4 +1,8 @@
-"""Ways to deal pooled rows out to clients. Every row goes to exactly one client, by the seed alone."""
+"""Partitioners: deal the rows of a pool out to clients.
+
+Every row goes to exactly one client (`permuted_labels` with `whole` excepted), and the result depends on the pool, the
+settings and the seed alone.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +13,155 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.errors import DataError, SettingError
+from coterie._core.randomness import key, permutation
 from coterie.data.clients import Clients, Pool, by_label, deal
-from coterie.errors import DataError, SettingError
-from coterie.federation.randomness import key, normal, permutation, slots, uniform
+from coterie.data.row_shares import (
+    apportion,
+    assign_classes,
+    different_permutations,
+    fill_small_clients,
+    level,
+    log_gamma_draws,
+    places,
+    shares,
+)
 
 
 def by_column(pool: Pool, labels: Any) -> Clients:
-    """One client per distinct label, in sorted order; `labels` has one entry per row."""
+    """Make one client of each distinct label.
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out.
+    labels
+        Client label of each row: numbers or text.
+
+    Returns
+    -------
+    Clients
+        Clients in sorted order of their labels, which are their names.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> pool = Pool(torch.eye(3), torch.tensor([0, 1, 0]))
+    >>> clients = partition.by_column(pool, ["Ulm", "Bern", "Ulm"])
+    >>> clients.names, clients.sizes.tolist()
+    (['Bern', 'Ulm'], [1, 2])
+    """
     return by_label(pool.x, pool.y, labels)
 
 
 def equal_shares(pool: Pool, n: int) -> Clients:
-    """Rows in order: client i of n owns rows floor(i r / n) up to floor((i + 1) r / n)."""
+    """Give each client the same number of rows, in the order of the pool.
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out.
+    n
+        Number of clients.
+
+    Returns
+    -------
+    Clients
+        Client i owns the rows from floor(i rows / n) up to floor((i + 1) rows / n).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> partition.equal_shares(Pool(torch.eye(7), torch.zeros(7)), 3).sizes.tolist()
+    [2, 2, 3]
+    """
     _check_count(n, len(pool))
-    return _dealt(pool, _shares(len(pool), n), n)
+    return _owned(pool, shares(len(pool), n), n)
 
 
 def dirichlet(pool: Pool, n: int, alpha: float, min_rows: int = 1, seed: int = 0) -> Clients:
-    """Label skew: each class is divided among the clients by proportions from Dirichlet(alpha).
+    """Skew labels: divide each class among the clients in proportions drawn from Dirichlet(alpha).
 
-    Yurochkin et al. 2019, arXiv:1905.12022; small alpha means few classes per client. Clients left with fewer
-    than `min_rows` are filled up with random rows of the largest ones.
+    Yurochkin et al. 2019, arXiv:1905.12022.
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out; labels are whole numbers.
+    n
+        Number of clients.
+    alpha
+        Concentration: a small alpha gives each client few classes, a large one the mixture of the pool.
+    min_rows
+        Clients with fewer rows are filled up with random rows of the largest clients.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        n clients of different sizes and class mixtures.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> pool = Pool(torch.eye(100), torch.arange(100) % 4)
+    >>> clients = partition.dirichlet(pool, 3, alpha=0.1, min_rows=5)
+    >>> [torch.bincount(y, minlength=4).tolist() for y in clients.ys]
+    [[0, 17, 0, 25], [25, 4, 22, 0], [0, 4, 3, 0]]
     """
     _check_count(n, len(pool), min_rows)
     if not 1e-9 <= alpha <= 1e9:
         raise SettingError(f"alpha={alpha}; it must be positive, in 1e-9..1e9")
     classes, row_class = _classes(pool)
-    drawn = _log_gamma_draws(key(seed, "dirichlet shares", torch.arange(len(classes))), n, alpha)
-    place, counts = _places(row_class, key(seed, "dirichlet rows"))
+    drawn = log_gamma_draws(key(seed, "dirichlet shares", torch.arange(len(classes))), n, alpha)
+    place, counts = places(row_class, key(seed, "dirichlet rows"))
     # Class c occupies the stretch c..c+1 of one long line on which both edges and rows lie.
     edges = torch.softmax(drawn, 1).cumsum(1) + torch.arange(len(classes)).unsqueeze(1)
     spot = torch.searchsorted(edges.flatten(), row_class + (place + 0.5) / counts[row_class])
     owner = (spot - row_class * n).clamp_(0, n - 1)
-    return _dealt(pool, _filled_up(owner, n, min_rows, key(seed, "dirichlet fill")), n)
+    return _owned(pool, fill_small_clients(owner, n, min_rows, key(seed, "dirichlet fill")), n)
 
 
 def classes_per_client(pool: Pool, n: int, k: int, seed: int = 0) -> Clients:
-    """Each client holds exactly k classes; a class is shared equally among the clients that hold it.
+    """Give each client exactly k classes; the clients that hold a class share it equally.
 
-    Classes have as nearly as possible equally many holders (McMahan et al. 2017, arXiv:1602.05629: k = 2).
+    Classes have, as nearly as possible, equally many holders (McMahan et al. 2017, arXiv:1602.05629, with k = 2).
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out; labels are whole numbers.
+    n
+        Number of clients.
+    k
+        Classes per client.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        n clients with k classes each.
+
+    Raises
+    ------
+    SettingError
+        If n clients of k classes cannot hold all classes.
+    DataError
+        If there are too few rows for every client to get k classes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> pool = Pool(torch.eye(40), torch.arange(40) % 4)
+    >>> clients = partition.classes_per_client(pool, 4, k=2)
+    >>> [len(set(y.tolist())) for y in clients.ys]
+    [2, 2, 2, 2]
     """
     _check_count(n, len(pool))
     classes, row_class = _classes(pool)
@@ -55,30 +169,54 @@ def classes_per_client(pool: Pool, n: int, k: int, seed: int = 0) -> Clients:
         raise SettingError(f"k={k}; the pool has {len(classes)} classes, so k must be in 1..{len(classes)}")
     if n * k < len(classes):
         raise SettingError(f"{n} clients of {k} classes cannot hold all {len(classes)}; raise n or k")
-    place, counts = _places(row_class, key(seed, "classes rows"))
+    place, counts = places(row_class, key(seed, "classes rows"))
     holders = counts.clamp(max=n)
     if int(holders.sum()) < n * k:
         raise DataError(
             f"{n} clients cannot have {k} classes each: the classes have {counts.tolist()} rows; lower n or k"
         )
-    holds = _hand_out(_level(holders, n * k), n, k, key(seed, "classes hand out"))
+    holds = assign_classes(level(holders, n * k), n, k, key(seed, "classes hand out"))
     quota = holds.sum(0)
     turn = place * quota[row_class] // counts[row_class]
     first = quota.cumsum(0) - quota
-    return _dealt(pool, holds.T.nonzero()[:, 1][first[row_class] + turn], n)
+    return _owned(pool, holds.T.nonzero()[:, 1][first[row_class] + turn], n)
 
 
 def disjoint_classes(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0) -> Clients:
-    """Each cluster owns classes of its own, equally many; its rows are shared equally by its clients."""
+    """Give each cluster classes of its own, equally many; the clients of a cluster share its rows equally.
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out; labels are whole numbers.
+    cluster_sizes
+        Number of clients in each cluster.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        Clients with known clusters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> pool = Pool(torch.eye(40), torch.arange(40) % 4)
+    >>> clients = partition.disjoint_classes(pool, [1, 3])
+    >>> clients.clusters.tolist(), [sorted(set(y.tolist())) for y in clients.ys]
+    ([0, 1, 1, 1], [[1, 2], [0, 3], [0, 3], [0, 3]])
+    """
     sizes = _check_clusters(cluster_sizes, len(pool))
     classes, row_class = _classes(pool)
     count = len(sizes)
     if count > len(classes):
         raise SettingError(f"{count} clusters cannot own disjoint classes: the pool has only {len(classes)}")
     class_cluster = torch.empty(len(classes), dtype=torch.int64)
-    class_cluster[permutation(key(seed, "disjoint classes"), len(classes))] = _shares(len(classes), count)
+    class_cluster[permutation(key(seed, "disjoint classes"), len(classes))] = shares(len(classes), count)
     row_cluster = class_cluster[row_class]
-    place, rows = _places(row_cluster, key(seed, "disjoint rows"))
+    place, rows = places(row_cluster, key(seed, "disjoint rows"))
     short = (rows < sizes).nonzero()
     if len(short):
         cluster = int(short[0])
@@ -87,23 +225,46 @@ def disjoint_classes(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0) ->
             "use fewer clients, another seed or more rows"
         )
     owner = (sizes.cumsum(0) - sizes)[row_cluster] + place * sizes[row_cluster] // rows[row_cluster]
-    return _dealt(pool, owner, int(sizes.sum()), torch.repeat_interleave(torch.arange(count), sizes))
+    return _owned(pool, owner, int(sizes.sum()), torch.repeat_interleave(torch.arange(count), sizes))
 
 
 def permuted_labels(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0, whole: bool = False) -> Clients:
-    """Rows shared equally at random; every cluster renames the classes by a permutation of its own.
+    """Deal rows out equally at random; every cluster renames the classes by a permutation of its own.
 
-    `whole` gives every cluster all rows, to be shared among its clients, instead of sharing them among all.
+    Parameters
+    ----------
+    pool
+        The rows to deal out; labels are whole numbers.
+    cluster_sizes
+        Number of clients in each cluster.
+    seed
+        Seed of the draws.
+    whole
+        Give every cluster all rows, shared among its clients, instead of sharing the rows among all clients.
+
+    Returns
+    -------
+    Clients
+        Clients with known clusters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> pool = Pool(torch.eye(40), torch.arange(40) % 4)
+    >>> clients = partition.permuted_labels(pool, [2, 2])
+    >>> clients.sizes.tolist(), clients.clusters.tolist()
+    ([10, 10, 10, 10], [0, 0, 1, 1])
     """
     sizes = _check_clusters(cluster_sizes, len(pool))
     classes, row_class = _classes(pool)
     count, n = len(sizes), int(sizes.sum())
-    renamed = classes[_different_permutations(count, len(classes), seed)]
+    renamed = classes[different_permutations(count, len(classes), seed)]
     clusters = torch.repeat_interleave(torch.arange(count), sizes)
     if not whole:
         owner = torch.empty(len(pool), dtype=torch.int64)
-        owner[permutation(key(seed, "permuted rows"), len(pool))] = _shares(len(pool), n)
-        return _dealt(Pool(pool.x, renamed[clusters[owner], row_class]), owner, n, clusters)
+        owner[permutation(key(seed, "permuted rows"), len(pool))] = shares(len(pool), n)
+        return _owned(Pool(pool.x, renamed[clusters[owner], row_class]), owner, n, clusters)
     xs, ys = [], []
     for cluster, size in enumerate(sizes.tolist()):
         order = permutation(key(seed, "permuted rows", cluster), len(pool))
@@ -114,20 +275,46 @@ def permuted_labels(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0, who
 
 
 def power_law(pool: Pool, n: int, exponent: float, min_rows: int = 1, seed: int = 0) -> Clients:
-    """Random rows: `min_rows` each, the rest in proportion to i^-exponent for client i = 1..n."""
+    """Deal random rows out in sizes that follow a power law.
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out.
+    n
+        Number of clients.
+    exponent
+        Beyond `min_rows`, client i = 1..n gets a number of rows in proportion to i^-exponent.
+    min_rows
+        Rows that every client gets.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        n clients, the largest first.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> partition.power_law(Pool(torch.eye(100), torch.zeros(100)), 4, exponent=1.0).sizes.tolist()
+    [47, 24, 16, 13]
+    """
     _check_count(n, len(pool), min_rows)
     if not 0 <= exponent < math.inf:
         raise SettingError(f"exponent={exponent}; it must be finite and not negative")
     weight = torch.arange(1, n + 1, dtype=torch.float64) ** -exponent
-    sizes = min_rows + _apportion(weight / weight.sum(), len(pool) - n * min_rows)
+    sizes = min_rows + apportion(weight / weight.sum(), len(pool) - n * min_rows)
     owner = torch.empty(len(pool), dtype=torch.int64)
     owner[permutation(key(seed, "power law rows"), len(pool))] = torch.repeat_interleave(
         torch.arange(n), sizes
     )
-    return _dealt(pool, owner, n)
+    return _owned(pool, owner, n)
 
 
-def _dealt(pool: Pool, owner: Tensor, n: int, clusters: Tensor | None = None) -> Clients:
+def _owned(pool: Pool, owner: Tensor, n: int, clusters: Tensor | None = None) -> Clients:
     return _named(*deal(pool.x, pool.y, owner, n), clusters)
 
 
@@ -156,118 +343,8 @@ def _check_clusters(cluster_sizes: Sequence[int], rows: int) -> Tensor:
 
 
 def _classes(pool: Pool) -> tuple[Tensor, Tensor]:
-    """Distinct labels, and for each row the index of its own."""
+    """Return the distinct labels, and the index of each row's label among them."""
     if pool.y.is_floating_point() or pool.y.dim() != 1:
         raise DataError("this partition goes by class, but the labels are not whole numbers, one per row")
-    return torch.unique(pool.y, return_inverse=True)
-
-
-def _shares(rows: int, n: int) -> Tensor:
-    """Owner of each row when n owners take equal shares in order."""
-    edges = torch.arange(n + 1) * rows // n
-    return torch.repeat_interleave(torch.arange(n), edges.diff())
-
-
-def _places(group: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Random place of each row among the rows of its group, and the size of every group."""
-    shuffled = permutation(keys, len(group))
-    order = shuffled[torch.argsort(group[shuffled], stable=True)]
-    counts = torch.bincount(group)
-    first = counts.cumsum(0) - counts
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(group)) - first[group[order]]
-    return place, counts
-
-
-def _apportion(share: Tensor, total: int) -> Tensor:
-    """Whole numbers that sum to total, by largest remainder."""
-    exact = share * total
-    whole = exact.floor().long()
-    spare = total - int(whole.sum())
-    whole[torch.argsort(exact - whole, descending=True, stable=True)[:spare]] += 1
-    return whole
-
-
-def _level(caps: Tensor, total: int) -> Tensor:
-    """The most even whole numbers below their caps that sum to total."""
-    order = torch.argsort(caps, stable=True)
-    ascending = caps[order]
-    remaining = total - (ascending.cumsum(0) - ascending)
-    open_count = torch.arange(len(caps), 0, -1)
-    capped = ascending * open_count <= remaining
-    count = int(capped.long().cumprod(0).sum())
-    levelled = ascending.clone()
-    if count < len(caps):
-        level, spare = divmod(int(remaining[count]), len(caps) - count)
-        levelled[count:] = level
-        levelled[len(caps) - spare :] += 1
-    result = torch.empty_like(caps)
-    result[order] = levelled
-    return result
-
-
-def _filled_up(owner: Tensor, n: int, min_rows: int, keys: Tensor) -> Tensor:
-    """Move random rows from the largest clients to those with fewer than min_rows."""
-    sizes = torch.bincount(owner, minlength=n)
-    lacking = (min_rows - sizes).clamp(min=0)
-    if not lacking.any():
-        return owner
-    target = sizes.clone()
-    donors = sizes >= min_rows
-    target[donors] = _level(sizes[donors], int((sizes * donors).sum() - lacking.sum()))
-    target[~donors] = min_rows
-    place, _ = _places(owner, keys)
-    moved = place >= target[owner]
-    result = owner.clone()
-    result[moved] = torch.repeat_interleave(torch.arange(n), lacking)
-    return result
-
-
-def _hand_out(quota: Tensor, n: int, k: int, keys: Tensor) -> Tensor:
-    """Which client holds which class, bool [n, classes]: k per client, quota[c] per class.
-
-    Taking the classes with the largest quota left never gets stuck (Gale 1957, Ryser 1957); ties and the
-    order of the clients are random.
-    """
-    left = quota.clone()
-    order_key, tie_key = slots(keys, 2)
-    ties = uniform(slots(slots(tie_key, n), len(quota)))
-    holds = torch.zeros(n, len(quota), dtype=torch.bool)
-    for client in permutation(order_key, n).tolist():
-        chosen = torch.argsort(left + ties[client], descending=True)[:k]
-        holds[client, chosen] = True
-        left[chosen] -= 1
-    return holds
-
-
-def _different_permutations(count: int, classes: int, seed: int) -> Tensor:
-    """`count` different orders of 0..classes-1, [count, classes]; a repeated draw is drawn again."""
-    if classes < 13 and count > math.factorial(classes):
-        raise SettingError(f"{classes} classes have fewer than {count} permutations; use fewer clusters")
-    found: dict[tuple[int, ...], None] = {}
-    attempt = 0
-    while len(found) < count:
-        found.setdefault(tuple(permutation(key(seed, "permuted labels", attempt), classes).tolist()))
-        attempt += 1
-    return torch.tensor(list(found))
-
-
-def _log_gamma_draws(keys: Tensor, count: int, alpha: float) -> Tensor:
-    """Logarithms of Gamma(alpha) draws, [len(keys), count], by Marsaglia and Tsang (2000).
-
-    Gamma(a) is Gamma(a + 1) U^(1/a); in logarithms this does not underflow for tiny alpha.
-    """
-    d = alpha + 1.0 - 1.0 / 3.0
-    c = 1.0 / math.sqrt(9.0 * d)
-    boost, base = slots(slots(keys, count), 2).unbind(-1)
-    result = torch.full(boost.shape, math.nan, dtype=torch.float64)
-    attempt = 0
-    while (open_draws := result.isnan()).any():
-        first, second = slots(key(base[open_draws], attempt), 2).unbind(-1)
-        z = normal(first)
-        v = (1.0 + c * z) ** 3
-        log_u = torch.log1p(-uniform(second))
-        accepted = (v > 0) & (log_u < 0.5 * z * z + d - d * v + d * torch.log(v.clamp(min=1e-300)))
-        result[open_draws] = torch.where(accepted, math.log(d) + torch.log(v.clamp(min=1e-300)), math.nan)
-        attempt += 1
-    return result + torch.log1p(-uniform(boost)) / alpha
+    classes: tuple[Tensor, Tensor] = torch.unique(pool.y, return_inverse=True)
+    return classes

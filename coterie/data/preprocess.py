@@ -1,4 +1,4 @@
-"""Columns to features and back, fitted on training rows through sums that a federation can add up."""
+"""Encode columns as features and back; fitted on training rows through sums that a federation can add up."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core.errors import DataError, nearest
 from coterie.data import column_types as columns
 from coterie.data.tables import TableSpec
-from coterie.errors import DataError, nearest
 
 if TYPE_CHECKING:
     import polars
@@ -25,9 +25,17 @@ _ROUNDING = 1e-12  # a standard deviation below this share of the mean is roundi
 
 @dataclass(frozen=True)
 class Moments:
-    """Count and mean of the values present, sum of squares about that mean, and how many are missing.
+    """Count, mean and sum of squares about the mean of the values present, and how many are missing.
 
-    Sums about the mean merge as plainly as raw sums do, without cancelling when the mean is large.
+    Sums about the mean merge exactly, and do not cancel when the mean is large.
+
+    Examples
+    --------
+    >>> import polars
+    >>> from coterie.data.preprocess import Moments
+    >>> both = Moments.of(polars.Series([1.0, None])).merge(Moments.of(polars.Series([3.0])))
+    >>> both, both.sd
+    (Moments(count=2, mean=2.0, squares=2.0, missing=1), 1.0)
     """
 
     count: int = 0
@@ -37,7 +45,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: polars.Series) -> Self:
-        """Moments of one column with nulls."""
+        """Return the moments of a column that may hold nulls."""
         present = values.drop_nulls().to_numpy()
         if not len(present):
             return cls(missing=len(values))
@@ -47,7 +55,7 @@ class Moments:
         return cls(len(present), mean, squares, len(values) - len(present))
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets of values together (Chan, Golub, LeVeque 1983)."""
+        """Return the moments of both sets of values together (Chan, Golub, LeVeque 1983)."""
         count = self.count + other.count
         missing = self.missing + other.missing
         if not count:
@@ -58,33 +66,33 @@ class Moments:
 
     @property
     def sd(self) -> float:
-        """Standard deviation (of the values as they are, not of a larger population); 0 for constants."""
+        """Standard deviation of these values (divided by their count); 0 for constants."""
         sd = math.sqrt(self.squares / self.count) if self.count else 0.0
         return sd if sd > _ROUNDING * abs(self.mean) else 0.0
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The levels of a category column, and whether a value was missing."""
+    """Levels of a category column, and whether a value was missing."""
 
     levels: frozenset[str]
     missing: bool
 
     def merge(self, other: Levels) -> Levels:
-        """Levels seen by either."""
+        """Return the levels that occur in either."""
         return Levels(self.levels | other.levels, self.missing or other.missing)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """All that a client tells about its rows for the preprocessor to be fitted."""
+    """What a client reveals of its training rows so that the preprocessor can be fitted."""
 
     numeric: dict[str, Moments]
     categories: dict[str, Levels]
     target: Moments
 
     def merge(self, other: Statistics) -> Statistics:
-        """Statistics of both sets of rows together."""
+        """Return the statistics of both sets of rows together."""
         return Statistics(
             {name: mine.merge(other.numeric[name]) for name, mine in self.numeric.items()},
             {name: mine.merge(other.categories[name]) for name, mine in self.categories.items()},
@@ -93,7 +101,20 @@ class Statistics:
 
 
 def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
-    """Statistics of the training rows of one client (or of many pooled)."""
+    """Return the statistics of the training rows of one client, or of several pooled.
+
+    Parameters
+    ----------
+    frame
+        The training rows, from `tables.read`.
+    spec
+        What each column is for, from `tables.check`.
+
+    Returns
+    -------
+    Statistics
+        Sums to be merged with those of the other clients.
+    """
     numeric = {name: Moments.of(columns.numbers(frame, name)) for name in spec.numeric}
     categories = {
         name: Levels(frozenset(columns.levels(frame[name])), frame[name].null_count() > 0)
@@ -106,7 +127,7 @@ def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
 
 @dataclass(frozen=True)
 class Scale:
-    """How a numeric column is standardised; `sd` 0 leaves its values out, `missing` adds an indicator."""
+    """How a numeric column is standardised; an `sd` of 0 leaves its values out, `missing` adds an indicator column."""
 
     name: str
     mean: float
@@ -115,8 +136,8 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The levels a category column is spread over, `missing` being one more."""
+class OneHot:
+    """The levels that a category column is spread over; with `missing`, a missing value is one more level."""
 
     name: str
     levels: tuple[str, ...]
@@ -125,24 +146,68 @@ class Choice:
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Standardises numbers, spreads categories over 0/1 columns, and maps targets there and back.
+    """Encode rows of a table as features, and targets there and back.
 
-    A missing number becomes the mean, and says so in `<column>_missing` if training had missing values;
-    a level that training did not have becomes all zeros.
+    Numbers are standardised, and categories become 0/1 columns. A missing number becomes the mean, and is marked in
+    `<column>_missing` if training rows had missing values; a level that training rows did not have becomes all zeros.
+
+    Parameters
+    ----------
+    spec
+        What each column is for.
+    scales
+        Scaling of each numeric column that varies.
+    choices
+        Levels of each category column that varies.
+    target_mean
+        Mean of the target; 0 for classes.
+    target_sd
+        Standard deviation of the target; 1 for classes.
+
+    Examples
+    --------
+    >>> from coterie.data import tables
+    >>> from coterie.data.preprocess import Preprocessor, local_statistics
+    >>> table = {"site": ["a", "a", "b", "b"], "age": [30, 50, None, 40], "sex": list("fmmf"), "ill": [0, 1, 1, 0]}
+    >>> frame = tables.read(table)
+    >>> spec = tables.check(frame, client="site", target="ill")
+    >>> preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame, spec))
+    >>> preprocessor.feature_names
+    ['age', 'age_missing', 'sex=f', 'sex=m']
+    >>> preprocessor.encode(frame)[2].tolist(), preprocessor.encode_target(frame).tolist()
+    ([0.0, 1.0, 0.0, 1.0], [0, 1, 1, 0])
     """
 
     spec: TableSpec
     scales: tuple[Scale, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[OneHot, ...]
     target_mean: float
     target_sd: float
 
     @classmethod
     def from_statistics(cls, spec: TableSpec, statistics: Statistics) -> Self:
-        """Fit from the merged statistics of all clients' training rows."""
+        """Fit from the merged statistics of all clients' training rows.
+
+        Parameters
+        ----------
+        spec
+            What each column is for.
+        statistics
+            Merged statistics.
+
+        Returns
+        -------
+        Preprocessor
+            The fitted encoding.
+
+        Raises
+        ------
+        DataError
+            If no feature varies, or a column holds numbers too large to square.
+        """
         scales = [_scale(name, moments) for name, moments in statistics.numeric.items()]
         choices = [
-            Choice(name, tuple(sorted(seen.levels)), seen.missing)
+            OneHot(name, tuple(sorted(seen.levels)), seen.missing)
             for name, seen in statistics.categories.items()
         ]
         target = _scale(spec.target, statistics.target)
@@ -166,7 +231,7 @@ class Preprocessor:
 
     @functools.cached_property
     def _sources(self) -> dict[str, str]:
-        """The column behind each encoded feature, in order."""
+        """Column behind each encoded feature, in order."""
         sources: dict[str, str] = {}
         taken = {*self.spec.numeric, *self.spec.categories}
 
@@ -189,17 +254,30 @@ class Preprocessor:
 
     @property
     def feature_names(self) -> list[str]:
-        """Names of the encoded features: `age`, `age_missing`, `pain=typical`, `pain_missing`."""
+        """Names of the encoded features, such as `age`, `age_missing`, `pain=typical`, `pain_missing`."""
         return list(self._sources)
 
     def feature_of(self, encoded: str) -> str:
-        """The column that an encoded feature comes from."""
+        """Return the column that an encoded feature comes from."""
         if encoded not in self._sources:
             raise DataError(f"No encoded feature {encoded!r}.{nearest(encoded, self._sources)}")
         return self._sources[encoded]
 
     def encode(self, frame: polars.DataFrame, source: str = "the table") -> Tensor:
-        """Features of every row, float64 [N, p]."""
+        """Return the features of every row, float64 [rows, features].
+
+        Parameters
+        ----------
+        frame
+            Rows from `tables.read`; columns that are not features are ignored.
+        source
+            Where the rows are from, for error messages.
+
+        Returns
+        -------
+        Tensor
+            Standardised numbers, and 0 or 1 for categories and missing values.
+        """
         features = np.zeros((frame.height, len(self.feature_names)))
         place = 0
         for scale in self.scales:
@@ -224,7 +302,25 @@ class Preprocessor:
         return self.spec.client if self.spec.client in frame.columns else None
 
     def encode_target(self, frame: polars.DataFrame, source: str = "the table") -> Tensor:
-        """Class numbers, int64 [N], or standardised targets, float64 [N]."""
+        """Return class numbers, int64 [rows], or standardised targets, float64 [rows].
+
+        Parameters
+        ----------
+        frame
+            Rows from `tables.read`.
+        source
+            Where the rows are from, for error messages.
+
+        Returns
+        -------
+        Tensor
+            One number per row.
+
+        Raises
+        ------
+        DataError
+            If a target is missing or is a class that `spec` does not have.
+        """
         name = self.spec.target
         _require(frame, name, source)
         if self.spec.task == "regression":
@@ -245,13 +341,24 @@ class Preprocessor:
         return torch.tensor(encoded)
 
     def decode(self, predictions: Tensor) -> Tensor | list[str]:
-        """Standardised predictions in the target's units, or class numbers as class names."""
+        """Return standardised predictions in the target's units, or class names for class numbers.
+
+        Parameters
+        ----------
+        predictions
+            Standardised values, or class numbers.
+
+        Returns
+        -------
+        Tensor or list of str
+            Values in the target's units, or class names.
+        """
         if self.spec.task == "regression":
             return predictions * self.target_sd + self.target_mean
         return [self.spec.classes[number] for number in predictions.flatten().tolist()]
 
     def to_json(self) -> str:
-        """All of it as JSON; floats come back bit for bit. Warnings stay behind."""
+        """Return everything but the warnings as JSON; floats come back bit for bit."""
         return json.dumps(
             dataclasses.asdict(dataclasses.replace(self, spec=dataclasses.replace(self.spec, warnings=[]))),
             allow_nan=False,
@@ -259,12 +366,12 @@ class Preprocessor:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` wrote."""
+        """Return the preprocessor that `to_json` wrote."""
         stored = json.loads(text, object_hook=_with_tuples)
         return cls(
             TableSpec(**stored["spec"] | {"warnings": []}),
             tuple(Scale(**scale) for scale in stored["scales"]),
-            tuple(Choice(**choice) for choice in stored["choices"]),
+            tuple(OneHot(**choice) for choice in stored["choices"]),
             stored["target_mean"],
             stored["target_sd"],
         )

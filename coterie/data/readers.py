@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data.clients import Clients, Pool, by_label, distinct
 from coterie.data.files import read_text
-from coterie.errors import DataError, SettingError, nearest
 
 _LARGEST_TABLE = 1 << 34  # bytes; a dense table beyond this is a wrong index more often than a wish
 _LONGEST_INDEX = 18  # digits; what is longer does not fit an int64
@@ -28,9 +28,39 @@ def libsvm(
     dtype: torch.dtype = torch.float64,
     labels: Literal["classes", "raw"] = "classes",
 ) -> Pool:
-    """Dense table from LIBSVM text (`label index:value ...`), plain or .bz2, .xz, .gz.
+    r"""Read LIBSVM text (`label index:value ...`) into a dense pool.
 
-    Indices count from 1, or from 0 if a 0 occurs. Labels become 0..C-1 in sorted order; "raw" keeps numbers.
+    Parameters
+    ----------
+    path
+        The file, plain or compressed (.bz2, .xz, .gz).
+    features
+        Number of columns; by default the largest index that occurs.
+    dtype
+        Type of the inputs, and of raw labels.
+    labels
+        "classes" numbers the labels 0..C-1 in sorted order; "raw" keeps them as numbers, for regression.
+
+    Returns
+    -------
+    Pool
+        Inputs [rows, features] and labels. Indices count from 1, or from 0 if a 0 occurs.
+
+    Raises
+    ------
+    DataError
+        If a line cannot be read; the message names the file and the line.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from coterie.data import libsvm
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "tiny.txt")
+    ...     _ = path.write_text("+1 1:0.5 3:2\n-1 2:1\n")
+    ...     pool = libsvm(path)
+    >>> pool.x.tolist(), pool.y.tolist(), pool.class_names
+    ([[0.5, 0.0, 2.0], [0.0, 1.0, 0.0]], [1, 0], ['-1', '1'])
     """
     if labels not in ("classes", "raw"):
         raise SettingError(f"labels={labels!r}; choose 'classes' or 'raw'")
@@ -51,7 +81,7 @@ def libsvm(
 
 @dataclass
 class _Sparse:
-    """Parsed LIBSVM lines; `start[k]` is where the entries of row k begin, `line[k]` where it was read."""
+    """Parsed LIBSVM lines: the entries of row k begin at `start[k]`, and it was read from line `line[k]`."""
 
     path: str | Path
     labels: array[float] = field(default_factory=lambda: array("d"))
@@ -61,6 +91,7 @@ class _Sparse:
     value: array[float] = field(default_factory=lambda: array("d"))
 
     def fail(self, row: int, problem: str) -> NoReturn:
+        """Raise a DataError that names the file and the line of a row."""
         raise DataError(f"{self.path}, line {self.line[row]}: {problem}")
 
 
@@ -79,16 +110,16 @@ def _parse(text: str, path: str | Path) -> _Sparse:
                 rows.index.append(int(index))
                 rows.value.append(float(value))
         except (ValueError, OverflowError):
-            _blame(tokens, rows)
+            _fail_at_bad_token(tokens, rows)
         if "_" in line or not line.isascii():
-            _blame(tokens, rows)
+            _fail_at_bad_token(tokens, rows)
     if not rows.labels:
         raise DataError(f"{path} holds no rows; a line reads 'label index:value index:value ...'")
     return rows
 
 
-def _blame(tokens: list[str], rows: _Sparse) -> None:
-    """Name the token of the last line that is not written as LIBSVM writes numbers, if there is one."""
+def _fail_at_bad_token(tokens: list[str], rows: _Sparse) -> None:
+    """Raise an error for the first token of the last line that is not written as LIBSVM writes it, if there is one."""
     row = len(rows.line) - 1
     if not _is_number(tokens[0]):
         rows.fail(
@@ -149,9 +180,35 @@ def _check_entries(rows: _Sparse, row: np.ndarray, index: np.ndarray, value: np.
 
 
 def arrays(x: Any, y: Any, client: Any, cluster: Any = None) -> Clients:
-    """Clients from arrays (numpy, torch, lists) with a client label per row and, if known, a cluster label.
+    """Group arrays by a client label per row.
 
-    Clients come in sorted order of their labels; text targets become 0..C-1 in sorted order.
+    Parameters
+    ----------
+    x
+        Inputs, [rows, ...]: numpy, torch or nested lists of numbers.
+    y
+        Targets, [rows]; text becomes class numbers 0..C-1 in sorted order.
+    client
+        Client label of each row.
+    cluster
+        Cluster label of each row, if clusters are known.
+
+    Returns
+    -------
+    Clients
+        One block of rows per client, in sorted order of the labels.
+
+    Raises
+    ------
+    DataError
+        If lengths differ, a value is missing, or a client is in two clusters.
+
+    Examples
+    --------
+    >>> from coterie.data import arrays
+    >>> clients = arrays([[1.0], [2.0], [3.0]], ["yes", "no", "no"], client=["b", "a", "b"])
+    >>> clients.names, [y.tolist() for y in clients.ys]
+    (['a', 'b'], [[0], [1, 0]])
     """
     inputs, targets = _tensor(x, "x"), _targets(y, "y")
     if inputs.dim() == 0 or targets.shape[:1] != inputs.shape[:1]:
@@ -168,9 +225,39 @@ def columns(
     features: Sequence[str] | None = None,
     cluster: str | None = None,
 ) -> Clients:
-    """Clients from a dict of columns, a Hugging Face data set, or anything with `column_names` and `[name]`.
+    """Group named columns by one of them, the client column.
 
-    Number columns are stacked into float64 [rows, features]; one column of equal arrays is taken as it is.
+    Parameters
+    ----------
+    data
+        A dict of columns, a Hugging Face data set, or any object with `column_names` and `[name]`.
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    features
+        Names of the input columns; by default all others. Number columns are stacked as float64 [rows, features]; a
+        single column of equally shaped arrays is taken as it is.
+    cluster
+        Name of the cluster column, if clusters are known.
+
+    Returns
+    -------
+    Clients
+        One block of rows per client, in sorted order of the labels.
+
+    Raises
+    ------
+    DataError
+        If a column is missing, not numeric or of another length.
+
+    Examples
+    --------
+    >>> from coterie.data import columns
+    >>> table = {"city": ["Ulm", "Bern", "Ulm"], "age": [30, 41, 52], "ill": [0, 1, 1]}
+    >>> clients = columns(table, client="city", target="ill")
+    >>> clients.names, [x.tolist() for x in clients.xs]
+    (['Bern', 'Ulm'], [[[41.0]], [[30.0], [52.0]]])
     """
     known = list(data) if isinstance(data, Mapping) else list(getattr(data, "column_names", None) or [])
     if not known:
@@ -208,7 +295,7 @@ def _features(named: dict[str, Tensor]) -> Tensor:
 
 
 def _targets(values: Any, what: str) -> Tensor:
-    """Targets as a tensor; text becomes class numbers in sorted order, booleans 0 and 1."""
+    """Return targets as a tensor; text becomes class numbers in sorted order, booleans 0 and 1."""
     if not isinstance(values, Tensor):
         values = _as_numpy(values, what)
         if values.dtype.kind in "US" and values.ndim == 1:
@@ -217,10 +304,10 @@ def _targets(values: Any, what: str) -> Tensor:
 
 
 def _tensor(values: Any, what: str) -> Tensor:
-    """A tensor of numbers of its own; booleans and integers become int64, None becomes a named error."""
+    """Return numbers as a tensor; booleans and integers become int64, and a missing value is an error."""
     if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        return values if values.is_floating_point() else values.long()
+        given: Tensor = values.detach().cpu()
+        return given if given.is_floating_point() else given.long()
     table = _as_numpy(values, what)
     if table.dtype == object:
         gaps = np.array([value is None for value in table.flat], dtype=bool).reshape(table.shape)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie.federation import randomness
+from coterie._core import randomness
 
 PADDED_ELEMENTS = 1 << 25  # largest padded batch made at once; larger groups of clients are cut
 CACHED_ELEMENTS = 1 << 26  # largest padded copy of all clients worth keeping between rounds
-VECTOR = 16  # numbers that a processor takes at a time
-_making = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 """(x [..., *], keys [...]) -> x, changed by random numbers from the keys alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """All rows of one split, client after client. `size` may be zero for some clients."""
 
@@ -44,39 +40,35 @@ class Rows:
     largest: int = field(init=False)
     smallest: int = field(init=False)
     _cache: dict[str, list[tuple[Tensor | None, Batch]]] = field(init=False, repr=False)
-    _kernels: list[tuple[Tensor, Tensor]] = field(init=False, repr=False)
-    notes: dict[Any, Any] = field(init=False, repr=False)
-    """What those who compute with these rows again and again remember."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "largest", int(self.size.max()) if len(self.size) else 0)
         object.__setattr__(self, "smallest", int(self.size.min()) if len(self.size) else 0)
         object.__setattr__(self, "_cache", {})
-        object.__setattr__(self, "_kernels", [])
-        object.__setattr__(self, "notes", {})
 
     def __len__(self) -> int:
         return self.size.shape[0]
 
     def of(self, client: int) -> tuple[Tensor, Tensor]:
-        """The rows of one client."""
+        """Return the rows of one client."""
         first, count = int(self.start[client]), int(self.size[client])
         return self.x[first : first + count], self.y[first : first + count]
 
     def to(self, device: torch.device | str) -> Rows:
+        """Return the same rows on another device."""
         return Rows(
             self.x.to(device), self.y.to(device), self.start.to(device), self.size.to(device), self.augment
         )
 
     def subset(self, clients: Tensor) -> Rows:
-        """The rows of some clients only, as a node of a federation would hold them."""
+        """Return the rows of some clients only, as a node of a federation would hold them."""
         size = self.size[clients]
         inside = torch.arange(int(size.sum())) - torch.repeat_interleave(size.cumsum(0) - size, size)
         rows = torch.repeat_interleave(self.start[clients], size) + inside
         return Rows(self.x[rows], self.y[rows], size.cumsum(0) - size, size, self.augment)
 
     def draw(self, at: Tensor | None, keys: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Which rows, [..., batch], and their weights: `batch` draws with replacement per client.
+        """Draw `batch` rows of each client with replacement: which rows, [..., batch], and their weights.
 
         A client with no more rows than that gives them all. `at` are positions [k] (None: every client) or one
         position [] for a single client; `keys` has the same shape, or [k, steps] for minibatches of several steps.
@@ -95,7 +87,7 @@ class Rows:
         return start + row, weight
 
     def take(self, rows: Tensor, weight: Tensor, keys: Tensor) -> Batch:
-        """The minibatch of these rows; `keys` are those it was drawn with."""
+        """Return the minibatch of these rows; `keys` are those it was drawn with."""
         drawn = self._gather(rows, weight)
         if self.augment is None:
             return drawn
@@ -105,7 +97,7 @@ class Rows:
         )
 
     def full(self, at: Tensor | None) -> Iterator[tuple[Tensor | None, Batch]]:
-        """All rows, padded, in groups of clients of similar size.
+        """Yield all rows, padded, in groups of clients of similar size.
 
         Yields (positions in the stack, batch); the positions are None when one group holds the whole
         stack. Weights sum to one per client and are zero on padding.
@@ -123,33 +115,9 @@ class Rows:
         else:
             yield from self._groups(None)
 
-    def kernels(self, at: Tensor | None) -> Tensor:
-        """Inner products of the rows of each client, [n * largest, width], for the clients `at` and some others."""
-        products, made = self.inner_products()
-        here = made if at is None else made[at]
-        if not here.all():
-            everyone = torch.arange(len(self)) if at is None else at
-            for client in everyone[~here].tolist():
-                x, first = self.of(client)[0], client * self.largest
-                torch.mm(x, x.mT, out=products[first : first + len(x), : len(x)])
-            made[everyone] = True
-        return products
-
-    def inner_products(self) -> tuple[Tensor, Tensor]:
-        """What `kernels` has made so far, and of whom [n]: they are made when a client is first asked for and kept.
-
-        `width` is `largest`, rounded up to whole vectors; the rest of a row is zero.
-        """
-        if not self._kernels:
-            with _making:
-                if not self._kernels:
-                    width = -(-self.largest // VECTOR) * VECTOR
-                    products = torch.zeros(len(self) * self.largest, width, dtype=self.x.dtype)
-                    self._kernels.append((products, torch.zeros(len(self), dtype=torch.bool)))
-        return self._kernels[0]
-
     @property
     def dtype(self) -> torch.dtype:
+        """Type of weights: that of the inputs, or torch's default where they are whole numbers."""
         return self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
 
     def _row_elements(self) -> int:

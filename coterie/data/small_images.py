@@ -1,4 +1,4 @@
-"""Images made small, for experiments that are to take minutes on a laptop."""
+"""Images made small, for experiments that take minutes on a laptop."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from pathlib import Path
 
 from torch.nn import functional
 
+from coterie._core.errors import SettingError
 from coterie.data.clients import Pool
 from coterie.data.images import idx
-from coterie.errors import SettingError
 
 
 def small_idx(images: str | Path, labels: str | Path, side: int = 8) -> Pool:
-    """Images of a pair of idx files averaged over the cells of a side x side grid, as rows of side^2 numbers."""
+    """Read a pair of idx files and average each image over the cells of a `side` x `side` grid.
+
+    Parameters
+    ----------
+    images
+        The file of images, plain or .gz.
+    labels
+        The file of labels, plain or .gz.
+    side
+        Cells per side, at most the height and width of the images.
+
+    Returns
+    -------
+    Pool
+        Rows of side^2 numbers in 0..1, and labels as int64.
+    """
     pool = idx(images, labels)
     if not 1 <= side <= min(pool.x.shape[2:]):
         raise SettingError(f"side={side}; the images are {pool.x.shape[2]} x {pool.x.shape[3]}")

@@ -1,4 +1,4 @@
-"""Each client's rows into train, validation and test, by a hash of the client's own coordinates."""
+"""Split each client's rows into train, validation and test, by a hash of the client's own coordinates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.errors import SettingError
-from coterie.federation import randomness
+from coterie._core import randomness
+from coterie._core.errors import SettingError
 
 
 @dataclass(frozen=True)
-class Part:
-    """Ragged rows: those of client i are `order[start[i] : start[i] + size[i]]`, in ascending order.
+class SplitPart:
+    """Rows of one part: those of client i are `order[start[i] : start[i] + size[i]]`, ascending.
 
-    `order` holds positions in the flat array of all rows, sorted by client.
+    Parameters
+    ----------
+    order
+        Positions in the flat array of all rows, sorted by client, int64.
+    start
+        Where each client's rows begin in `order`, int64 [n].
+    size
+        How many rows each client has in this part, int64 [n].
     """
 
     order: Tensor
@@ -23,18 +30,39 @@ class Part:
     size: Tensor
 
     def rows(self, client: int) -> Tensor:
-        """Positions of one client's rows in the flat array."""
+        """Return the positions of one client's rows in the flat array.
+
+        Parameters
+        ----------
+        client
+            Index of the client.
+
+        Returns
+        -------
+        Tensor
+            int64 [rows].
+        """
         first = int(self.start[client])
         return self.order[first : first + int(self.size[client])]
 
 
 @dataclass(frozen=True)
 class Split:
-    """The three parts; together they hold every row once."""
+    """The three parts of all rows; together they hold every row once.
 
-    train: Part
-    validation: Part
-    test: Part
+    Parameters
+    ----------
+    train
+        Rows to train on.
+    validation
+        Rows to choose settings, rounds and methods by.
+    test
+        Rows to score the deployed models on, once.
+    """
+
+    train: SplitPart
+    validation: SplitPart
+    test: SplitPart
 
 
 def split_rows(
@@ -43,11 +71,34 @@ def split_rows(
     seed: int = 0,
     ids: Tensor | None = None,
 ) -> Split:
-    """Cut the rows of every client by the order of hash(seed, "split", client, row).
+    """Split the rows of every client in the order of hash(seed, "split", client, row).
 
-    `sizes` [n] counts the rows of each client, whose indices are 0, 1, ... unless `ids` [n] says otherwise. A
-    client's cut depends on its index and size only, its test rows do not move when the validation fraction
-    changes, and it always trains on a row or more.
+    A client's split depends on its index and size only, its test rows stay the same when the validation fraction
+    changes, and it always trains on at least one row.
+
+    Parameters
+    ----------
+    sizes
+        Number of rows of each client, [n].
+    fractions
+        Shares of train, validation and test, which add up to 1.
+    seed
+        Seed of the hash.
+    ids
+        Index of each client in the federation, [n]; by default 0, 1, ...
+
+    Returns
+    -------
+    Split
+        The three parts.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data.split import split_rows
+    >>> parts = split_rows(torch.tensor([10, 5, 1]))
+    >>> parts.train.size.tolist(), parts.validation.size.tolist(), parts.test.size.tolist()
+    ([6, 3, 1], [2, 1, 0], [2, 1, 0])
     """
     _require_fractions(fractions)
     sizes = sizes.to(torch.int64)
@@ -73,7 +124,7 @@ def _require_fractions(fractions: tuple[float, float, float]) -> None:
 
 
 def _counts(sizes: Tensor, fractions: tuple[float, float, float]) -> tuple[Tensor, Tensor]:
-    """Rows for test and for validation, leaving one row or more to train on."""
+    """Return the numbers of test and validation rows, leaving at least one row to train on."""
     spare = (sizes - 1).clamp(min=0)
     test = torch.minimum((sizes.double() * fractions[2]).round().long(), spare)
     validation = torch.minimum((sizes.double() * fractions[1]).round().long(), spare - test)
@@ -81,7 +132,7 @@ def _counts(sizes: Tensor, fractions: tuple[float, float, float]) -> tuple[Tenso
 
 
 def _rank(client: Tensor, sizes: Tensor, seed: int, ids: Tensor | None) -> Tensor:
-    """Place of each row among the rows of its client, ordered by hash."""
+    """Return the rank of each row among the rows of its client, in the order of the hash."""
     position = torch.arange(len(client), device=sizes.device)
     first = (sizes.cumsum(0) - sizes)[client]
     index = client if ids is None else ids[client]
@@ -93,5 +144,5 @@ def _rank(client: Tensor, sizes: Tensor, seed: int, ids: Tensor | None) -> Tenso
     return rank
 
 
-def _part(chosen: Tensor, size: Tensor) -> Part:
-    return Part(order=chosen.nonzero().squeeze(1), start=size.cumsum(0) - size, size=size)
+def _part(chosen: Tensor, size: Tensor) -> SplitPart:
+    return SplitPart(order=chosen.nonzero().squeeze(1), start=size.cumsum(0) - size, size=size)

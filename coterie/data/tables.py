@@ -1,4 +1,4 @@
-"""Tables with a client column: reading, checking and describing them."""
+"""Read and check tables with a client column."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import column_types as columns
 from coterie.data import delimited
-from coterie.errors import DataError, SettingError, nearest
 
 if TYPE_CHECKING:
     import polars
@@ -24,7 +22,27 @@ _SOURCE = "the table"
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What each column of a checked table is for."""
+    """What each column of a checked table is for.
+
+    Parameters
+    ----------
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    cluster
+        Name of the cluster column, or None.
+    task
+        "regression", "binary" or "multiclass".
+    classes
+        Names of the classes; empty for regression.
+    numeric
+        Names of the numeric feature columns.
+    categories
+        Names of the category feature columns.
+    warnings
+        What the reader of a report should know about columns and clients.
+    """
 
     client: str
     target: str
@@ -37,10 +55,31 @@ class TableSpec:
 
 
 def read(table: Any) -> polars.DataFrame:
-    """A table from a file (CSV, TSV, semicolons; .gz .bz2 .xz .zst; Parquet), a frame or a dict of columns.
+    """Read a table from a file, a frame or a dict of columns.
 
-    Names and text lose surrounding spaces, `columns.MISSING` words and NaN become null, and a text column
-    takes the type (whole number, number, boolean, date) that all its values have.
+    Parameters
+    ----------
+    table
+        A path to CSV, TSV or semicolon-separated text (plain, .gz, .bz2, .xz, .zst) or Parquet; a polars or
+        pandas frame; or a dict of columns.
+
+    Returns
+    -------
+    polars.DataFrame
+        Names and text without surrounding spaces; the words of `column_types.MISSING` and NaN as null; text columns as
+        whole numbers, numbers, booleans or dates where all values are.
+
+    Raises
+    ------
+    DataError
+        If the table cannot be read; the message names the file, the line and a remedy.
+
+    Examples
+    --------
+    >>> from coterie.data import tables
+    >>> frame = tables.read({"site ": [" a", "b"], "age": ["41", "?"]})
+    >>> frame.columns, frame["age"].to_list()
+    (['site', 'age'], [41, None])
     """
     import polars as pl
 
@@ -53,7 +92,7 @@ def read(table: Any) -> polars.DataFrame:
 
 
 def _from_file(path: Path) -> tuple[polars.DataFrame, bool]:
-    """The raw columns, and whether numbers may be written with a decimal comma."""
+    """Return the raw columns, and whether numbers may be written with a decimal comma."""
     _require_file(path)
     frame, separator = (_read_parquet(path), "") if _is_parquet(path) else delimited.load(path)
     if frame.height == 0:
@@ -120,7 +159,7 @@ def _from_memory(table: Any) -> polars.DataFrame:
 
 
 def _from_pandas(table: Any) -> polars.DataFrame:
-    """By way of pyarrow if it is installed; polars wants it for text."""
+    """Convert a pandas frame, through pyarrow if it is installed; polars requires that for text."""
     import polars as pl
 
     try:
@@ -142,10 +181,42 @@ def check(
     task: str | None = None,
     source: str = _SOURCE,
 ) -> TableSpec:
-    """Find out what each column is, or say what stops the table (from `read`) from being used.
+    """Find out what each column is for, or raise an error that says what stops the table from being used.
 
-    `task` is 'regression', 'classification', 'binary', 'multiclass' or None (inferred from the target);
-    `source` is the path of the file, if there is one, so that errors can name its lines.
+    Parameters
+    ----------
+    frame
+        A table from `read`.
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    cluster
+        Name of the cluster column, or None.
+    drop
+        Names of columns to leave out.
+    task
+        "regression", "classification", "binary" or "multiclass"; by default inferred from the target.
+    source
+        Path of the file, if there is one, so that errors can name its lines.
+
+    Returns
+    -------
+    TableSpec
+        The role of every column, and warnings.
+
+    Raises
+    ------
+    DataError
+        If a column is missing or unusable, or a client is in two clusters.
+
+    Examples
+    --------
+    >>> from coterie.data import tables
+    >>> frame = tables.read({"site": ["a", "a", "b"], "age": [41, 50, 32], "ill": ["no", "yes", "no"]})
+    >>> spec = tables.check(frame, client="site", target="ill")
+    >>> spec.task, spec.classes, spec.numeric
+    ('binary', ('no', 'yes'), ('age',))
     """
     drop = tuple(drop)
     roles = {"client": client, "target": target} | ({"cluster": cluster} if cluster is not None else {})
@@ -169,7 +240,7 @@ def check(
 def _require_roles(
     frame: polars.DataFrame, roles: Mapping[str, str], drop: Sequence[str], source: str
 ) -> None:
-    """The named columns exist, differ from each other, and have a value in every row."""
+    """Check that the named columns exist, differ from each other, and have a value in every row."""
     for role, name in [*roles.items(), *(("dropped", name) for name in drop)]:
         if name not in frame.columns:
             raise DataError(f"{source}: there is no {role} column {name!r}.{nearest(name, frame.columns)}")
@@ -214,7 +285,7 @@ def _require_one_cluster(frame: polars.DataFrame, client: str, cluster: str, sou
 def _task(
     frame: polars.DataFrame, client: str, target: str, task: str | None, source: str
 ) -> tuple[str, tuple[str, ...]]:
-    """The task and, unless it is regression, the names of the classes."""
+    """Return the task and, unless it is regression, the names of the classes."""
     known = ("regression", "classification", "binary", "multiclass")
     if task is not None and task not in known:
         raise SettingError(f"Unknown task {task!r}.{nearest(task, known)}")
@@ -241,7 +312,7 @@ def _task(
 
 
 def _natural_task(target: polars.Series) -> str:
-    """What a target is when nobody says: few whole numbers, two values or words are classes."""
+    """Return the task a target suggests: text, two values or few whole numbers are classes."""
     import polars as pl
 
     distinct = target.n_unique()
@@ -254,7 +325,7 @@ def _natural_task(target: polars.Series) -> str:
 
 
 def _feature_kind(frame: polars.DataFrame, name: str, client: str, source: str) -> str:
-    """'numeric', 'category', or 'constant' for a column without information."""
+    """Return 'numeric', 'category', or 'constant' for a column without information."""
     column = frame[name]
     remedy = f"Leave the column out: --drop {name}"
     if column.null_count() == len(column):
@@ -286,7 +357,7 @@ def _column_warnings(frame: polars.DataFrame, kinds: Mapping[str, str]) -> list[
 
 
 def _client_warnings(frame: polars.DataFrame, client: str, target: str, classes: bool) -> list[str]:
-    """Clients that will train, but from very little."""
+    """Return warnings about clients that will train from very little."""
     import polars as pl
 
     table = pl.DataFrame({"client": columns.labels(frame[client]), "target": frame[target]})
@@ -304,7 +375,20 @@ def _client_warnings(frame: polars.DataFrame, client: str, target: str, classes:
 
 
 def by_client(frame: polars.DataFrame, client: str) -> tuple[polars.DataFrame, list[str], list[int]]:
-    """The rows sorted by client (in file order within each), the clients' names and their row counts."""
+    """Sort a table by client, keeping the file's order inside each.
+
+    Parameters
+    ----------
+    frame
+        A table from `read`.
+    client
+        Name of the client column.
+
+    Returns
+    -------
+    tuple
+        The sorted rows, the names of the clients, and how many rows each has.
+    """
     import polars as pl
 
     order, label = columns.order_and_label(frame[client])
@@ -312,54 +396,3 @@ def by_client(frame: polars.DataFrame, client: str) -> tuple[polars.DataFrame, l
     keys = keys.sort("order", "label", "row")
     counts = keys.group_by("label", maintain_order=True).len()
     return frame[keys["row"]], counts["label"].to_list(), counts["len"].to_list()
-
-
-def describe(frame: polars.DataFrame, spec: TableSpec) -> dict[str, Any]:
-    """What `coterie data describe` prints, as JSON values."""
-    frame, names, sizes = by_client(frame, spec.client)
-    features = [*spec.numeric, *spec.categories]
-    owner = np.repeat(np.arange(len(names)), sizes)
-    missing = sum((frame[name].is_null().to_numpy().astype(float) for name in features), np.zeros(len(owner)))
-    missing_share = np.bincount(owner, missing) / (np.array(sizes) * len(features))
-    targets = _target_by_client(frame, spec, owner, np.array(sizes))
-    clients = [
-        {"client": name, "rows": size, **target, "missing_share": float(share)}
-        for name, size, target, share in zip(names, sizes, targets, missing_share, strict=True)
-    ]
-    quartiles = np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist()
-    return {
-        "rows": frame.height,
-        "clients": len(names),
-        "task": spec.task,
-        "target": spec.target,
-        "client_sizes": dict(zip(("min", "q1", "median", "q3", "max"), quartiles, strict=True)),
-        "per_client": clients,
-        "columns": [_describe_column(frame, name, name in spec.numeric) for name in features],
-        "warnings": list(spec.warnings),
-    }
-
-
-def _target_by_client(
-    frame: polars.DataFrame, spec: TableSpec, owner: np.ndarray, sizes: np.ndarray
-) -> list[dict[str, Any]]:
-    """Mean of the target of each client, or the share of each class."""
-    if spec.task == "regression":
-        values = columns.numbers(frame, spec.target).to_numpy()
-        return [{"target_mean": float(mean)} for mean in np.bincount(owner, values) / sizes]
-    width = len(spec.classes)
-    cell = owner * width + columns.codes(columns.labels(frame[spec.target]), spec.classes)
-    shares = np.bincount(cell, minlength=len(sizes) * width).reshape(-1, width) / sizes[:, None]
-    return [{"class_shares": dict(zip(spec.classes, row.tolist(), strict=True))} for row in shares]
-
-
-def _describe_column(frame: polars.DataFrame, name: str, numeric: bool) -> dict[str, Any]:
-    """The same keys for both kinds; what does not apply is None."""
-    values = columns.numbers(frame, name).drop_nulls().to_numpy() if numeric else None
-    return {
-        "column": name,
-        "kind": "category" if values is None else "numeric",
-        "missing_percent": 100 * frame[name].null_count() / frame.height,
-        "levels": list(columns.levels(frame[name])) if values is None else None,
-        "mean": None if values is None else float(values.mean()),
-        "sd": None if values is None else float(values.std()),
-    }

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import tables
 from coterie.data.files import decode as as_text
 from coterie.data.files import existing, read_bytes
-from coterie.errors import DataError, SettingError, nearest
 
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -21,7 +21,21 @@ _BLANK = re.compile(r"\n[ \t]*\n")
 
 @dataclass(frozen=True)
 class Texts:
-    """The documents of every client; none is blank, and every client has one or more."""
+    """The documents of every client.
+
+    Parameters
+    ----------
+    names
+        Names of the clients.
+    documents
+        Documents of each client: one or more, none of them blank.
+
+    Examples
+    --------
+    >>> from coterie.data.texts import Texts
+    >>> Texts(["anna"], [["First letter.", "Second letter."]]).names
+    ['anna']
+    """
 
     names: list[str]
     documents: list[list[str]]
@@ -35,10 +49,35 @@ class Texts:
 
 
 def read_texts(source: Any, client: str | None = None, text: str | None = None) -> Texts:
-    """Texts from a folder, a table (with its `client` and `text` columns), or a dict of texts by client.
+    """Read texts from a folder, a table or a dict.
 
-    In a folder every subfolder is a client and every file in it a document; a file directly in the folder is a
-    client too, whose documents are set apart by blank lines. In a table every row is a document.
+    Parameters
+    ----------
+    source
+        A folder in which every subfolder is a client and every file in it a document (a file directly in the
+        folder is a client too, its documents separated by blank lines); a table, every row a document; or a dict
+        of a text or a list of texts by client.
+    client
+        Name of the client column of a table.
+    text
+        Name of the text column of a table.
+
+    Returns
+    -------
+    Texts
+        Documents by client.
+
+    Raises
+    ------
+    DataError
+        If a client has no text, or a file cannot be read.
+
+    Examples
+    --------
+    >>> from coterie.data.texts import read_texts
+    >>> texts = read_texts({"who": ["b", "a", "b"], "said": ["one", "two", "three"]}, client="who", text="said")
+    >>> texts.names, texts.documents
+    (['a', 'b'], [['two'], ['one', 'three']])
     """
     if isinstance(source, Texts):
         return source

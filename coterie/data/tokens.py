@@ -1,4 +1,4 @@
-"""From texts to rows of tokens: tokenised once and kept, split by document, packed to the context length."""
+"""From texts to rows of tokens: tokenised once and cached, split by document, packed to the context length."""
 
 from __future__ import annotations
 
@@ -14,32 +14,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.rows import Rows
 from coterie.data.split import split_rows
 from coterie.data.texts import Texts
-from coterie.errors import DataError, SettingError
 
 CACHE = "COTERIE_CACHE"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of all documents one after the other, int32, and the length of each, by client."""
+    """Token ids of all documents, one document after the other.
+
+    Parameters
+    ----------
+    names
+        Names of the clients.
+    ids
+        Token ids of all documents, int32.
+    lengths
+        Length of each document, one tensor per client.
+    """
 
     names: list[str]
     ids: Tensor
     lengths: list[Tensor]
 
     def counts(self) -> Tensor:
-        """Tokens of each client."""
+        """Return the number of tokens of each client."""
         return torch.stack([length.sum() for length in self.lengths])
 
 
 def tokenised(texts: Texts, tokenizer: Any, cache: str | Path | None = None) -> Tokens:
-    """The tokens of the texts, from the cache where the same texts met the same tokenizer before.
+    """Tokenise texts, or load the result if the same texts met the same tokenizer before.
 
-    `cache` is a folder, by default $COTERIE_CACHE or ~/.cache/coterie; files are safetensors named by a hash of the
-    texts and the tokenizer.
+    Parameters
+    ----------
+    texts
+        Documents by client.
+    tokenizer
+        A Hugging Face tokenizer.
+    cache
+        Folder of the cache, by default $COTERIE_CACHE or ~/.cache/coterie. Its files are safetensors, named by a
+        hash of the texts and the tokenizer.
+
+    Returns
+    -------
+    Tokens
+        Token ids by client.
     """
     folder = Path(cache or os.environ.get(CACHE) or Path.home() / ".cache" / "coterie") / "tokens"
     path = folder / f"{_key(texts, tokenizer)}.safetensors"
@@ -63,11 +85,36 @@ def rows_of(
     seed: int = 0,
     most: int | None = None,
 ) -> dict[str, Rows]:
-    """Rows of context + 1 tokens for training, validation and test, whole documents in one of them.
+    """Pack tokens into rows of context + 1 for training, validation and test, each document in one of them.
 
-    The documents of a client in a split follow each other, each ended by `separator`, and are cut into rows that share
-    a token with the next, so that every token but the first is predicted once; the target of a row is how many
-    are. `most` tokens of a client are used, its first documents.
+    The documents of a client in a split follow each other, each ended by `separator`, and are cut into rows that
+    share a token with the next, so that every token but the first is predicted once. The target of a row is how
+    many of its tokens are predicted.
+
+    Parameters
+    ----------
+    tokens
+        Token ids by client.
+    separator
+        Token that ends a document.
+    context
+        Tokens that are predicted per row.
+    split
+        Shares of the documents for train, validation and test.
+    seed
+        Seed of the split.
+    most
+        Use only this many tokens of each client, from its first documents.
+
+    Returns
+    -------
+    dict of Rows
+        Rows under "train", "validation" and "test".
+
+    Raises
+    ------
+    DataError
+        If the training documents of a client hold no token.
     """
     if context < 1:
         raise SettingError(f"context={context}; it must be at least 1")
@@ -92,7 +139,7 @@ def rows_of(
 
 
 def _pack(documents: Sequence[Tensor], separator: int, context: int) -> tuple[Tensor, Tensor]:
-    """Rows [rows, context + 1] of the documents one after the other, and how many tokens of each count."""
+    """Return rows [rows, context + 1] of the documents one after the other, and how many tokens of each count."""
     end = torch.tensor([separator], dtype=torch.int32)
     stream = torch.cat([part for document in documents for part in (document, end)]) if documents else end
     rows = -(-(len(stream) - 1) // context)
@@ -104,7 +151,7 @@ def _pack(documents: Sequence[Tensor], separator: int, context: int) -> tuple[Te
 
 
 def _cut(tokens: Tokens, most: int | None) -> tuple[Tensor, list[Tensor]]:
-    """The first documents of each client, `most` tokens in all; the last of them may be cut short."""
+    """Return the first documents of each client, `most` tokens in all; the last one may be cut short."""
     if most is None:
         return tokens.ids, tokens.lengths
     if most < 2:
@@ -119,7 +166,7 @@ def _cut(tokens: Tokens, most: int | None) -> tuple[Tensor, list[Tensor]]:
 
 
 def _key(texts: Texts, tokenizer: Any) -> str:
-    """Hash of what decides the tokens."""
+    """Return a hash of everything that decides the tokens."""
     digest = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     digest.update(
@@ -133,7 +180,7 @@ def _key(texts: Texts, tokenizer: Any) -> str:
 
 
 def _load(path: Path, documents: int) -> tuple[Tensor, Tensor] | None:
-    """What was kept, unless it is damaged or not there."""
+    """Return the cached tokens, or None if they are missing or damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -147,7 +194,7 @@ def _load(path: Path, documents: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _save(path: Path, ids: Tensor, lengths: Tensor) -> None:
-    """Kept for the next time; a folder that cannot be written to is no error."""
+    """Cache tokens; a folder that cannot be written to is no error."""
     from safetensors.torch import save_file
 
     with contextlib.suppress(OSError):

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.clients import Clients
 from coterie.data.files import existing, members
 from coterie.data.leaf_files import LETTERS
-from coterie.errors import DataError, SettingError
 
 _WORD = re.compile(r"[a-z][a-z+#-]+")
 _MARKUP = re.compile(r"<[^>]*>")
@@ -25,6 +25,8 @@ _TAG = re.compile(r"[^<>|]+")
 
 @dataclass(frozen=True)
 class _Post:
+    """A post: who wrote it where, its words, and its tags."""
+
     site: str
     user: str
     words: frozenset[str]
@@ -32,11 +34,25 @@ class _Post:
 
 
 def stackexchange(path: str | Path, words: int = 500, tags: int = 50, min_posts: int = 10) -> Clients:
-    """Bag of words of every post and its most frequent tag, from Posts.xml files (folder or tar archive).
+    """Read posts as bags of words, with the commonest tag as target; every active user is a client.
 
-    A client is a user with at least `min_posts` posts; an answer has the tags of its question. Inputs say which
-    of the `words` commonest words occur, scaled to length one; the target is the commonest of the post's tags
-    among the `tags` commonest of all. Posts without any are left out; clusters are sites.
+    An answer has the tags of its question. Posts without any of the commonest tags are left out.
+
+    Parameters
+    ----------
+    path
+        A folder or tar archive of Posts.xml files, one per site.
+    words
+        How many of the commonest words are inputs; the 0/1 inputs of a post are scaled to length one.
+    tags
+        How many of the commonest tags are classes; a post's class is the commonest of its tags.
+    min_posts
+        Posts that a user needs to be a client.
+
+    Returns
+    -------
+    Clients
+        Users, clustered by site.
     """
     for name, value in (("words", words), ("tags", tags), ("min_posts", min_posts)):
         if value < 1:
@@ -67,11 +83,12 @@ def stackexchange(path: str | Path, words: int = 500, tags: int = 50, min_posts:
 
 
 def _commonest(counts: Counter[str], most: int) -> list[tuple[str, int]]:
-    """By count, then by name, so that ties do not depend on the order of files."""
+    """Return the commonest words by count, then by name, so that ties do not depend on the order of files."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]
 
 
 def _posts(site: str, root: ElementTree.Element) -> Iterator[_Post]:
+    """Yield the posts of one site that have an author and tags."""
     rows = list(root.iter("row"))
     tags = {row.get("Id"): tuple(_TAG.findall(row.get("Tags") or "")) for row in rows}
     for row in rows:
@@ -90,11 +107,27 @@ def plays(
     max_rows: int | None = None,
     max_clients: int | None = None,
 ) -> Clients:
-    """Next-character prediction on plays in XML (PLAY/ACT/SCENE/SPEECH/SPEAKER/LINE; folder or tar archive).
+    """Read plays in XML for next-character prediction; every speaking role is a client.
 
-    A client is a speaking role of a play with at least `min_rows` rows, the longest first; a row is `length`
-    characters, every `stride` characters of what the role says, and the one that follows, as indices into LEAF's
-    alphabet. Clusters are plays.
+    Parameters
+    ----------
+    path
+        A folder or tar archive of plays (PLAY/ACT/SCENE/SPEECH/SPEAKER/LINE).
+    length
+        Characters per row; the target is the character that follows.
+    stride
+        A row starts every `stride` characters of what the role says.
+    min_rows
+        Rows that a role needs to be a client.
+    max_rows
+        Keep at most this many rows per role.
+    max_clients
+        Keep at most this many roles, the longest first.
+
+    Returns
+    -------
+    Clients
+        Roles, clustered by play; characters are indices into `leaf_files.LETTERS`.
     """
     for name, value in (("length", length), ("stride", stride), ("min_rows", min_rows)):
         if value < 1:
@@ -124,7 +157,7 @@ def plays(
 
 
 def _windows(text: str, length: int, stride: int) -> np.ndarray:
-    """Rows of length + 1 letters, int64."""
+    """Return rows of length + 1 letters, int64."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     table = np.full(129, len(LETTERS))
     table[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
@@ -135,7 +168,7 @@ def _windows(text: str, length: int, stride: int) -> np.ndarray:
 
 
 def _documents(path: str | Path, ending: str) -> Iterator[tuple[str, ElementTree.Element]]:
-    """Name and root of every XML file, sorted by name."""
+    """Yield name and root of every XML file, sorted by name."""
     wanted = f"{ending}.xml"
 
     def chosen(name: PurePosixPath) -> bool:

@@ -1,4 +1,4 @@
-"""A frozen language model with low-rank adapters, one set of them, into which any client's are put."""
+"""Frozen language model with one set of low-rank adapters, which is filled with the values of any client."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.errors import SettingError
-from coterie.models.accelerate import Replayed, first_line
+from coterie._core.errors import SettingError
+from coterie.models.compiling import first_line
+from coterie.models.cuda_replay import Replayed
 from coterie.models.language_weights import quiet, require
 from coterie.models.token_loss import token_losses
 
@@ -23,8 +24,8 @@ PARTS = {
 ROUNDING = {torch.bfloat16: 0.2}  # how far compiled gradients may be off, relative; otherwise 1e-3
 
 
-class Adapted:
-    """The base model is held once, whatever the number of clients; `fill(w)` makes it the model of one of them."""
+class AdaptedModule:
+    """Base model with adapters, held once for all clients; `fill(w)` makes it the model of one of them."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Adapted:
                     layer.compile(dynamic=False)
 
     def _lay_out(self) -> None:
-        """Adapters become views of one vector; graphs that read them where they were are forgotten."""
+        """Make all adapters views of one vector, and drop CUDA graphs that read their old memory."""
         self._flat = torch.cat([p.data.reshape(-1) for p in self.parameters])
         for p, part in zip(self.parameters, self._flat.split(self.sizes), strict=True):
             p.data = part.view_as(p)
@@ -83,12 +84,12 @@ class Adapted:
 
     @property
     def place(self) -> tuple[torch.dtype, torch.device]:
-        """Where the base is: dtype and device."""
+        """Dtype and device of the base model."""
         weight = self.base.get_output_embeddings().weight
         return weight.dtype, weight.device
 
     def bytes_per_token(self) -> int:
-        """What a backward pass keeps of a token, roughly; of a recomputed layer only its input."""
+        """Return the approximate bytes that a backward pass holds per token; a recomputed layer holds its input."""
         config = self.base.config
         width = int(getattr(config, "hidden_size", 0) or 1024)
         inner = int(getattr(config, "intermediate_size", 0) or 4 * width)
@@ -97,14 +98,14 @@ class Adapted:
         return size * (len(self.layers) * per_layer + 16 * width + 6 * inner)
 
     def flops_per_token(self, length: int) -> float:
-        """Of a gradient: products with frozen weights forth and back, with adapters thrice, and causal attention."""
+        """Return the operations of a gradient: two products per frozen weight, three per adapter, and attention."""
         frozen = sum(p.numel() for layer in self.layers for p in layer.parameters() if not p.requires_grad)
-        head = self.base.get_output_embeddings().weight.numel()
-        attention = 7 * length * len(self.layers) * self.base.get_output_embeddings().weight.shape[1]
-        return 4.0 * (frozen + head) + 6.0 * self.d + attention
+        head: Tensor = self.base.get_output_embeddings().weight
+        attention = 7 * length * len(self.layers) * head.shape[1]
+        return 4.0 * (frozen + head.numel()) + 6.0 * self.d + attention
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> Adapted:
-        """The one copy moved to where it is needed; buffers, such as the frequencies of positions, keep their type."""
+    def to(self, dtype: torch.dtype, device: torch.device) -> AdaptedModule:
+        """Move the model; buffers, such as the frequencies of positions, keep their dtype."""
         if self.place != (dtype, device):
             self.module.to(device)
             for p in self.module.parameters():
@@ -113,7 +114,7 @@ class Adapted:
         return self
 
     def start(self, seed: int) -> Tensor:
-        """peft's own beginning, float64 [d]: A uniform in +-1/sqrt(inputs), B zero, so that the base is unchanged."""
+        """Return peft's initial adapters, float64 [d]: A uniform in +-1/sqrt(inputs), B zero."""
         generator = torch.Generator().manual_seed(seed)
         parts = []
         for name, p in zip(self.names, self.parameters, strict=True):
@@ -128,7 +129,7 @@ class Adapted:
         self._flat.copy_(w)
 
     def losses(self, x: Tensor, plain: bool = False) -> Tensor:
-        """Loss of every token after the first, [rows, length - 1]; `plain` operations have second derivatives."""
+        """Return the loss of every token but the first, [rows, length - 1]; `plain` has second derivatives."""
         ids = x.long()
         head = self.base.get_output_embeddings()
         hidden = self.base.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -140,11 +141,11 @@ class Adapted:
         return found.view(len(x), -1)
 
     def value(self, x: Tensor, share: Tensor, plain: bool = False) -> Tensor:
-        """sum of share [rows, length - 1] times the loss of the token."""
+        """Return the sum of share [rows, length - 1] times the loss of the token."""
         return (self.losses(x, plain) * share).sum()
 
     def gradient(self, x: Tensor, share: Tensor) -> Tensor:
-        """Gradient of `value` in the adapters that are in the model, [d], in float32 or float64."""
+        """Return the gradient [d] of `value` in the current adapters, in float32 or float64."""
         if not self.compiled:
             return self._gradient(x, share)
         shape = (x.shape, *self.place)
@@ -156,7 +157,7 @@ class Adapted:
             return self._gradient(x, share)
 
     def check_head(self) -> None:
-        """Refuse a model whose logits are not its last hidden states times its head."""
+        """Raise an error if the logits are not the last hidden states times the head."""
         with torch.no_grad():
             ids = torch.arange(8, device=self.place[1]).unsqueeze(0) % self.vocabulary
             logits = self.base(input_ids=ids[:, :-1], use_cache=False).logits
@@ -171,7 +172,7 @@ class Adapted:
             )
 
     def save(self, folder: Path) -> None:
-        """The adapters that are in the model, in peft's own format."""
+        """Save the current adapters in peft's format."""
         with quiet(require()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.module.save_pretrained(str(folder), save_embedding_layers=False)
@@ -183,7 +184,7 @@ class Adapted:
         return flat if flat.dtype == torch.float64 else flat.float()
 
     def _replay(self, x: Tensor, share: Tensor) -> Tensor:
-        """The gradient as a graph: thousands of small kernels are launched at once."""
+        """Replay the gradient as a CUDA graph, which launches thousands of small kernels at once."""
         if self._replayed is not None:
             try:
                 return self._replayed(x, share)
@@ -195,7 +196,7 @@ class Adapted:
         return self._gradient(x, share)
 
     def _compiles(self, x: Tensor, share: Tensor) -> bool:
-        """Whether compiled layers give the gradient that plain ones give."""
+        """Return True if compiled layers give the same gradient as plain ones."""
         with torch.compiler.set_stance("force_eager"):
             expected = self._gradient(x, share)
         try:
@@ -214,7 +215,7 @@ class Adapted:
         return True
 
     def _recompute(self) -> None:
-        """Layers forget what is inside them and compute it again in the backward pass; dropout stays off."""
+        """Recompute each layer in the backward pass instead of storing its activations; dropout stays off."""
         self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in self.layers:
             layer.training = True
@@ -225,7 +226,7 @@ class Adapted:
 
 
 def _linear_layers(model: nn.Module, target: str) -> dict[str, nn.Module]:
-    """The linear layers that get adapters, by the part of a transformer block they are in."""
+    """Return the linear layers that get adapters, chosen by their part of a transformer block."""
     wanted = target.split("+")
     unknown = [part for part in wanted if part not in PARTS]
     if unknown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from coterie.errors import DataError, SettingError
-from coterie.federation import randomness
-from coterie.models.accelerate import PRECISIONS
-from coterie.models.adapted import PARTS, Adapted
+from coterie._core import randomness
+from coterie._core.errors import DataError, SettingError
+from coterie.models.adapted import PARTS, AdaptedModule
 from coterie.models.base import Model
+from coterie.models.compiling import PRECISIONS
 from coterie.models.language_weights import locate, quiet, read_model, read_tokenizer, require
-from coterie.models.solve import largest_curvature, pulled_lbfgs
+from coterie.models.metrics import Metric, ScoredRows
+from coterie.models.solve import largest_curvature, prox_lbfgs
 
 CPU_BYTES = 2**30
 GPU_SHARE = 0.4  # of its memory, for what a backward pass keeps
@@ -26,16 +27,16 @@ GPU_PIECE, CPU_PIECE = 8192, 512  # tokens whose logits exist at a time
 
 @dataclass
 class _Held:
-    """What is read once and shared by all copies of a model."""
+    """Weights and tokenizer, read once and shared by all copies of a model."""
 
-    adapted: Adapted | None = None
+    adapted: AdaptedModule | None = None
     tokenizer: Any = None
     trained: int = 0  # tokens of which gradients were taken
 
 
 @dataclass(frozen=True, eq=False)
 class CausalLM(Model):
-    """Mean loss of the tokens of a client under a pretrained model with the adapters `w`.
+    """Pretrained language model with the adapters `w`; its loss is the mean over a client's tokens.
 
     A row of inputs is a stretch of token ids [length], a target the number of its tokens that count: those at
     places 1..y, each predicted from all before it. The loss of rows under weights a is
@@ -78,14 +79,14 @@ class CausalLM(Model):
         return "language"
 
     @property
-    def adapted(self) -> Adapted:
-        """The frozen base with one set of adapters, where it was last used."""
+    def adapted(self) -> AdaptedModule:
+        """Frozen base model with one set of adapters, on the device where it was last used."""
         if self.held.adapted is None:
             require()
             dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
             model = read_model(locate(self.source), dtype)
             piece = GPU_PIECE if torch.cuda.is_available() else CPU_PIECE
-            made = Adapted(
+            made = AdaptedModule(
                 model,
                 self.rank,
                 self.alpha,
@@ -100,14 +101,14 @@ class CausalLM(Model):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that came with the weights."""
+        """Tokenizer that came with the weights."""
         if self.held.tokenizer is None:
             self.held.tokenizer = read_tokenizer(locate(self.source))
         return self.held.tokenizer
 
     @property
     def separator(self) -> int:
-        """The token id that ends a document."""
+        """Id of the token that ends a document."""
         ids = self.adapted.base.config.eos_token_id
         found = ids[0] if isinstance(ids, list) else ids
         found = self.tokenizer.eos_token_id if found is None else found
@@ -144,10 +145,13 @@ class CausalLM(Model):
     def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return self._for_each(self._hvp, self.d, w, x, y, weight, v)
 
-    def measure(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """Mean loss of the tokens and its exponential, the perplexity."""
+    def measure(
+        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, metrics: Sequence[Metric]
+    ) -> dict[str, Tensor]:
+        """Return the sums of each metric; the score of a client is the mean loss of its tokens."""
         loss = self.loss(w, x, y, weight)
-        return {"loss": loss, "perplexity": loss.exp()}
+        rows = ScoredRows(self.task, loss.unsqueeze(-1), y[..., :1], torch.ones_like(loss))
+        return {metric.name: metric.sums(rows) for metric in metrics}
 
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         """Logits of the token that comes next after each row, [..., B, vocabulary]."""
@@ -156,7 +160,8 @@ class CausalLM(Model):
             adapted = self._filled(w)
             with torch.no_grad():
                 states = adapted.base.get_decoder()(input_ids=x.long(), use_cache=False).last_hidden_state
-                return adapted.base.get_output_embeddings()(states[:, -1]).to(w.dtype)
+                logits: Tensor = adapted.base.get_output_embeddings()(states[:, -1])
+                return logits.to(w.dtype)
 
         flat = [last(*one) for one in zip(w.reshape(-1, self.d), x.reshape(-1, *x.shape[-2:]), strict=True)]
         return torch.stack(flat).reshape(*x.shape[:-1], -1)
@@ -170,10 +175,10 @@ class CausalLM(Model):
         start = randomness.normal(randomness.slots(randomness.key("smoothness"), self.d)).to(w.device)
         return largest_curvature(curve, start.expand(w.shape), min(self.d, 12)).to(w.dtype)
 
-    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
+    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, prox: float = 0.0) -> Tensor:
         """At most 100 steps of L-BFGS to gradient norm tol."""
         rows = (x, y, weight.to(w.dtype))
-        return pulled_lbfgs(self.loss, self.grad, w, rows, tol, pull, steps=100)
+        return prox_lbfgs(self.loss, self.grad, w, rows, tol, prox, steps=100)
 
     def module(self, w: Tensor) -> nn.Module:
         return ClientLM(self, w.detach())
@@ -193,25 +198,25 @@ class CausalLM(Model):
         }
 
     def save_adapter(self, w: Tensor, folder: str | Path) -> None:
-        """Adapters `w` [d] as `PeftModel.from_pretrained(base, folder)` takes them."""
+        """Save adapters `w` [d] for `PeftModel.from_pretrained(base, folder)`."""
         self._filled(w).save(Path(folder))
 
     def save_base(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """The frozen model and its tokenizer as a plain folder of safetensors, which is read faster than GGUF."""
+        """Save the frozen model and its tokenizer as a folder of safetensors, which loads faster than GGUF."""
         model = read_model(locate(self.source), dtype or torch.float32)
         with quiet(require()):
             model.save_pretrained(str(folder))
             self.tokenizer.save_pretrained(str(folder))
 
-    def _filled(self, w: Tensor) -> Adapted:
-        """The model of one client, where its parameters are and in the precision that is set."""
+    def _filled(self, w: Tensor) -> AdaptedModule:
+        """Return the model with the adapters of one client, on their device and in the chosen precision."""
         low = self.precision == "bf16" or (self.precision == "auto" and w.is_cuda)
         adapted = self.adapted.to(torch.bfloat16 if low else w.dtype, w.device)
         adapted.fill(w)
         return adapted
 
     def _for_each(self, function: Callable[..., Tensor], size: int, w: Tensor, *rows: Tensor) -> Tensor:
-        """One client after the other: the tokens of one fill the machine."""
+        """Apply a function to one client after the other: the tokens of one fill the device."""
         lead = w.shape[:-1]
         if not lead:
             return function(w, *rows)
@@ -221,9 +226,9 @@ class CausalLM(Model):
     def _pieces(
         self, w: Tensor, x: Tensor, share: Tensor, kept: float = 1.0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows in equal shares that fit in memory, or so many as need no more of it than `micro_batch` in a gradient.
+        """Split rows into equal pieces that fit in memory, or that need as much as `micro_batch` rows in a gradient.
 
-        `kept` is what stays in memory of a row, in parts of what a gradient keeps.
+        `kept` is the memory that a row needs, relative to its need in a gradient.
         """
         count = len(x)
         if count == 0:
@@ -239,7 +244,7 @@ class CausalLM(Model):
         yield from zip(x.split(size), share.split(size), strict=True)
 
     def _counted(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows that count and the share of every token in the loss, [rows, length - 1]."""
+        """Return the rows with weight, and the share of every token in the loss, [rows, length - 1]."""
         exact = torch.float64 if w.dtype == torch.float64 else torch.float32
         counts = weight.nonzero().squeeze(-1)
         x, y, weight = (part[counts] for part in (x, y, weight))
@@ -264,25 +269,26 @@ class CausalLM(Model):
             self.held.trained += share.numel()
         if self.clip is None:
             return total
-        return total * (self.clip / total.norm().clamp_min(1e-30)).clamp(max=1)
+        factor: Tensor = (self.clip / total.norm().clamp_min(1e-30)).clamp(max=1)
+        return total * factor
 
     def _hvp(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, v: Tensor) -> Tensor:
-        """By differentiating (gradient)'v, with operations that have second derivatives."""
+        """Return H v by differentiating (gradient)'v, with operations that have second derivatives."""
         adapted, total = self._filled(w), torch.zeros_like(w)
         along = v.to(adapted.place[0])
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             for tokens, share in self._pieces(w, *self._counted(w, x, y, weight), kept=4.0):
-                slopes = torch.autograd.grad(
+                grads = torch.autograd.grad(
                     adapted.value(tokens, share, plain=True), adapted.parameters, create_graph=True
                 )
-                product = torch.cat([slope.reshape(-1) for slope in slopes]) @ along
+                product = torch.cat([one.reshape(-1) for one in grads]) @ along
                 curved = torch.autograd.grad(product, adapted.parameters, materialize_grads=True)
                 total += torch.cat([one.reshape(-1) for one in curved]).to(total.dtype)
         return total
 
 
 class ClientLM(nn.Module):
-    """A client's language model: logits of token ids, and text that goes on from a prompt.
+    """Language model of one client: logits of token ids, and text continued from a prompt.
 
     It shares the frozen base with the models of all other clients.
     """
@@ -293,13 +299,14 @@ class ClientLM(nn.Module):
         self._model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [rows, length, vocabulary]."""
+        """Return the logits of token ids [rows, length], [rows, length, vocabulary]."""
         with torch.no_grad():
             base = self._model._filled(self.adapters).base
-            return base(input_ids=ids.long().to(self.adapters.device), use_cache=False).logits
+            logits: Tensor = base(input_ids=ids.long().to(self.adapters.device), use_cache=False).logits
+            return logits
 
     def generate(self, prompt: str, tokens: int = 40, temperature: float = 0.0, seed: int = 0) -> str:
-        """The prompt and `tokens` more: the likeliest, or drawn at a temperature."""
+        """Return the prompt and up to `tokens` more: the most likely ones, or drawn at a temperature above 0."""
         ids = self._model.tokenizer(prompt, return_tensors="pt").input_ids.to(self.adapters.device)
         if ids.shape[1] == 0:
             ids = torch.full((1, 1), self._model.separator, device=ids.device)
@@ -316,7 +323,7 @@ class ClientLM(nn.Module):
             if int(given) == self._model.separator:
                 break
             ids = torch.cat([ids, given], 1)
-        return self._model.tokenizer.decode(ids[0], skip_special_tokens=True)
+        return str(self._model.tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def causal_lm(
@@ -331,14 +338,41 @@ def causal_lm(
     compiled: bool | str = False,
     clip: float | None = None,
 ) -> CausalLM:
-    """A pretrained language model whose parameters are low-rank adapters (peft's LoRA); the rest is frozen.
+    """Return a pretrained language model whose parameters are low-rank adapters (LoRA); the rest is frozen.
 
-    `path_or_name`: a folder with config.json and safetensors, a .gguf file, "smollm2", or a name that transformers
-    knows. `target`: "attention", "mlp" or both. `precision="bf16"` computes in bfloat16 and keeps adapters and sums
-    in the federation's type; "auto" does so on a GPU. Gradients are accumulated over `micro_batch` rows at a time
-    (None: what fits), `checkpointing` recomputes layers in the backward pass, `compiled` is worth it for long runs
-    (on a GPU it replays a graph; "auto": there only). Gradients longer than `clip` are shortened to it, as language
-    models like it.
+    Parameters
+    ----------
+    path_or_name
+        A folder with config.json and safetensors, a .gguf file, "smollm2", or a name that transformers knows.
+    lora_rank
+        Rank of the adapters.
+    target
+        Layers that get adapters: "attention", "mlp" or "attention+mlp".
+    lora_alpha
+        Scale of the adapters: their product is multiplied by lora_alpha / lora_rank.
+    precision
+        "full", "bf16" to compute in bfloat16 with adapters and sums in the federation's type, or "auto" to do so on a
+        GPU only.
+    micro_batch
+        Rows whose gradient is computed at a time; None takes as many as fit in memory.
+    checkpointing
+        Recompute layers in the backward pass, which saves memory.
+    compiled
+        Compile the layers, which pays off in long runs; "auto" does so on a GPU only.
+    clip
+        Length to which longer gradients are shortened; None leaves them.
+
+    Returns
+    -------
+    CausalLM
+        The model; weights are read when they are first needed. It needs the extra `coterie[llm]`.
+
+    Examples
+    --------
+    >>> import coterie
+    >>> model = coterie.models.causal_lm("smollm2", lora_rank=8, target="attention")
+    >>> model.task, model.rank
+    ('language', 8)
     """
     return CausalLM(
         source=str(path_or_name),

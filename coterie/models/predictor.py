@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def predictions(scores: Tensor, task: str) -> Tensor:
-    """Values [B] for regression, probabilities [B, 2] for two classes, [B, C] for more."""
+    """Return values [B] for regression, probabilities [B, 2] for two classes, [B, C] for more."""
     if task == "regression":
         return scores.squeeze(-1)
     if task == "binary":
@@ -17,7 +17,7 @@ def predictions(scores: Tensor, task: str) -> Tensor:
 
 
 class LinearPredictor(nn.Module):
-    """A linear layer with weights [outputs, features], then the link of the task."""
+    """Linear layer with weights [outputs, features], followed by the link of the task."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, task: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LinearPredictor(nn.Module):
 
 
 class NetworkPredictor(nn.Module):
-    """A network, then the link of its task."""
+    """Network followed by the link of its task."""
 
     def __init__(self, network: nn.Module, task: str) -> None:
         super().__init__()

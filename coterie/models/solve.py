@@ -29,7 +29,7 @@ class Solution:
 
 
 class _Stack:
-    """The problems still active: their numbers, and tensors whose first axis follows them."""
+    """Problems still active: their numbers, and tensors whose first axis follows them."""
 
     def __init__(self, w: Tensor, tensors: tuple[Tensor, ...]) -> None:
         self.ids = torch.arange(w.shape[0], device=w.device)
@@ -38,7 +38,7 @@ class _Stack:
         self.solution = Solution(w.clone(), infinite, torch.zeros_like(self.ids, dtype=torch.bool))
 
     def retire(self, done: Tensor, w: Tensor, gradient: Tensor, converged: Tensor) -> Tensor:
-        """Write the finished problems down and return the positions of those that stay."""
+        """Store the finished problems and return the positions of the others."""
         out, at = self.solution, self.ids[done]
         out.w[at], out.gradient[at], out.converged[at] = w[done], norm(gradient[done]), converged[done]
         stay = (~done).nonzero().squeeze(-1)
@@ -58,32 +58,32 @@ def newton(
     gains: Function | None = None,
     steps: int = 100,
 ) -> Solution:
-    """Damped Newton for convex problems: w <- w - t H^-1 g, t halved until the loss falls.
+    """Minimise convex problems by damped Newton: w <- w - t H^-1 g, with t halved until the loss falls.
 
-    Where rounding hides the fall, the whole step is taken if it makes the gradient shorter.
-    `gains(step, *data)` [k, n], if given, are changes of quantities in each of which the loss falls. A
-    step that lowers none of them proves that there is no minimiser and ends its problem unconverged;
-    while any changes by more than 0.1, a small gradient is no convergence: it vanishes at infinity, too.
+    If rounding hides the decrease, the whole step is taken if it shortens the gradient.
+    `gains(step, *data)` [k, n], if given, are changes of quantities in each of which the loss is decreasing. A
+    step that lowers none of them proves that there is no minimiser and ends its problem unconverged. While any of
+    them changes by more than 0.1, a small gradient does not count as convergence: it also vanishes at infinity.
     """
     stack = _Stack(w, (tol, *data))
     for count in range(steps + 1):
         limit, *rest = stack.tensors
-        slope = grad(w, *rest)
-        step = -_solve_positive(hessian(w, *rest), slope)
-        converged = (norm(slope) <= limit).squeeze(-1)
+        gradient = grad(w, *rest)
+        step = -_solve_positive(hessian(w, *rest), gradient)
+        converged = (norm(gradient) <= limit).squeeze(-1)
         endless = torch.zeros_like(converged)
         if gains is not None:
             change = gains(step, *rest)
             converged &= change.abs().amax(-1) <= 0.1
             endless = ~converged & (change.amax(-1) > 0) & (change.amin(-1) >= -1e-9 * change.amax(-1))
         done = converged | endless if count < steps else torch.ones_like(converged)
-        stay = stack.retire(done, w, slope, converged)
+        stay = stack.retire(done, w, gradient, converged)
         if not stay.numel():
             break
-        w, slope, step = w[stay], slope[stay], step[stay]
-        after, progress = _descend(loss, w, slope, step, stack.tensors[1:])
+        w, gradient, step = w[stay], gradient[stay], step[stay]
+        after, progress = _descend(loss, w, gradient, step, stack.tensors[1:])
         if not bool(progress.all()):
-            flatter = norm(grad(w + step, *stack.tensors[1:])) < norm(slope)
+            flatter = norm(grad(w + step, *stack.tensors[1:])) < norm(gradient)
             after = torch.where(flatter & ~progress.unsqueeze(-1), w + step, after)
         w = after
     return stack.solution
@@ -99,75 +99,75 @@ def lbfgs(
     steps: int = 2000,
     patience: int = 10,
 ) -> Solution:
-    """L-BFGS with Armijo backtracking; ends early where the loss has not moved for `patience` steps.
+    """Minimise by L-BFGS with Armijo backtracking; stop early if the loss stands still for `patience` steps.
 
-    That is what happens at rounding level, and at a kink, where no gradient vanishes.
+    It does so at rounding level, and at a kink, where no gradient vanishes.
     """
     stack = _Stack(w, (tol, *data))
-    slope = grad(w, *data)
+    gradient = grad(w, *data)
     moves = w.new_zeros(w.shape[0], history, w.shape[1])
     turns = torch.zeros_like(moves)
     idle = torch.zeros_like(stack.ids)
     for count in range(steps + 1):
-        converged = (norm(slope) <= stack.tensors[0]).squeeze(-1)
+        converged = (norm(gradient) <= stack.tensors[0]).squeeze(-1)
         done = converged | (idle >= patience) if count < steps else torch.ones_like(converged)
-        stay = stack.retire(done, w, slope, converged)
+        stay = stack.retire(done, w, gradient, converged)
         if not stay.numel():
             break
         if stay.numel() < done.numel():
-            w, slope, moves, turns, idle = w[stay], slope[stay], moves[stay], turns[stay], idle[stay]
-        step = -_two_loops(slope, moves, turns)
-        uphill = dot(step, slope) >= 0
-        step = torch.where(uphill, -slope / norm(slope).clamp_min(1.0), step)
-        after, progress = _descend(loss, w, slope, step, stack.tensors[1:])
+            w, gradient, moves, turns, idle = w[stay], gradient[stay], moves[stay], turns[stay], idle[stay]
+        step = -_two_loops(gradient, moves, turns)
+        uphill = dot(step, gradient) >= 0
+        step = torch.where(uphill, -gradient / norm(gradient).clamp_min(1.0), step)
+        after, progress = _descend(loss, w, gradient, step, stack.tensors[1:])
         idle = torch.where(progress, 0, idle + 1)
         bend = grad(after, *stack.tensors[1:])
-        move, turn = after - w, bend - slope
+        move, turn = after - w, bend - gradient
         useful = dot(move, turn) > 1e-12 * norm(move) * norm(turn)
         moves = torch.cat([moves[:, 1:], (move * useful).unsqueeze(1)], 1)
         turns = torch.cat([turns[:, 1:], (turn * useful).unsqueeze(1)], 1)
-        w, slope = after, bend
+        w, gradient = after, bend
     return stack.solution
 
 
-def pulled_lbfgs(
-    loss: Function, grad: Function, w: Tensor, data: tuple[Tensor, ...], tol: float, pull: float, steps: int
+def prox_lbfgs(
+    loss: Function, grad: Function, w: Tensor, data: tuple[Tensor, ...], tol: float, prox: float, steps: int
 ) -> Tensor:
-    """Minimiser of loss + pull/2 |. - w|^2 from `w` [d] or a stack [k, d], by L-BFGS."""
+    """Return the minimiser of loss + prox/2 |. - w|^2 for `w` [d] or a stack [k, d], by L-BFGS."""
 
     def whole(x: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-        return loss(x, *rows) + 0.5 * pull * (x - centre).square().sum(-1, keepdim=True)
+        return loss(x, *rows) + 0.5 * prox * (x - centre).square().sum(-1, keepdim=True)
 
-    def slope(x: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
-        return grad(x, *rows) + pull * (x - centre)
+    def whole_grad(x: Tensor, centre: Tensor, *rows: Tensor) -> Tensor:
+        return grad(x, *rows) + prox * (x - centre)
 
     parts = (w, *data)
     start, *rows = parts if w.dim() > 1 else tuple(part.unsqueeze(0) for part in parts)
     limit = torch.full_like(start[:, :1], tol)
-    return lbfgs(whole, slope, start, (start, *rows), limit, steps=steps).w.view_as(w)
+    return lbfgs(whole, whole_grad, start, (start, *rows), limit, steps=steps).w.view_as(w)
 
 
-def _two_loops(slope: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
-    """The inverse Hessian of the pairs (moves, turns) [k, m, d] times `slope`; zero pairs are ignored."""
+def _two_loops(gradient: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
+    """Return the inverse Hessian of the pairs (moves, turns) [k, m, d] times `gradient`; zero pairs are ignored."""
     bends = (moves * turns).sum(-1, keepdim=True)
     inverse = torch.where(bends > 0, 1.0 / bends.clamp_min(torch.finfo(bends.dtype).tiny), 0.0)
-    q, pulls = slope, {}
+    q, alphas = gradient, {}
     for j in reversed(range(moves.shape[1])):
-        pulls[j] = inverse[:, j] * dot(moves[:, j], q)
-        q = q - pulls[j] * turns[:, j]
+        alphas[j] = inverse[:, j] * dot(moves[:, j], q)
+        q = q - alphas[j] * turns[:, j]
     length = dot(turns[:, -1], turns[:, -1])
-    first = 1.0 / norm(slope).clamp_min(1.0)
+    first = 1.0 / norm(gradient).clamp_min(1.0)
     q = q * torch.where(length > 0, bends[:, -1] / length.clamp_min(torch.finfo(length.dtype).tiny), first)
     for j in range(moves.shape[1]):
-        q = q + (pulls[j] - inverse[:, j] * dot(turns[:, j], q)) * moves[:, j]
+        q = q + (alphas[j] - inverse[:, j] * dot(turns[:, j], q)) * moves[:, j]
     return q
 
 
 def _descend(
-    loss: Function, w: Tensor, slope: Tensor, step: Tensor, data: tuple[Tensor, ...]
+    loss: Function, w: Tensor, gradient: Tensor, step: Tensor, data: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Halve the step of each problem until its loss falls enough; also whether it fell visibly, [k]."""
-    start, fall = loss(w, *data), _ARMIJO * dot(slope, step)
+    """Halve the step of each problem until its loss falls enough; return the points and which losses fell, [k]."""
+    start, fall = loss(w, *data), _ARMIJO * dot(gradient, step)
     rounding = 8 * torch.finfo(w.dtype).eps * start.abs()
     t = torch.ones_like(start)
     for _ in range(_HALVINGS):
@@ -181,7 +181,7 @@ def _descend(
 
 
 def _solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
-    """(H + ridge)^-1 g for positive semidefinite H [k, d, d], the ridge at the level of rounding."""
+    """Return (H + ridge)^-1 g for positive semidefinite H [k, d, d], the ridge at the level of rounding."""
     size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     ridge = 1e-11 * size
     for _ in range(8):
@@ -194,7 +194,7 @@ def _solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def largest_curvature(curve: Function, start: Tensor, steps: int) -> Tensor:
-    """Largest |eigenvalue| of the symmetric map `curve` by `steps` of Lanczos from `start`, [..., 1]."""
+    """Return the largest |eigenvalue| [..., 1] of the symmetric map `curve`, by `steps` of Lanczos from `start`."""
     tiny = torch.finfo(start.dtype).tiny
     v, before = start / norm(start), torch.zeros_like(start)
     beta, diagonal, beside = torch.zeros_like(v[..., :1]), [], []
@@ -209,4 +209,5 @@ def largest_curvature(curve: Function, start: Tensor, steps: int) -> Tensor:
     off = torch.cat(beside, -1)[..., :-1]
     middle = torch.cat(diagonal, -1)
     matrix = torch.diag_embed(middle) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-    return torch.linalg.eigvalsh(matrix).abs().amax(-1, keepdim=True)
+    values: Tensor = torch.linalg.eigvalsh(matrix)
+    return values.abs().amax(-1, keepdim=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coterie.errors import DataError
+from coterie._core.errors import DataError
 
 
 def check_column(y: Tensor) -> None:
-    """Targets must be one finite number per row."""
+    """Raise an error unless targets are one finite number per row."""
     if y.dim() != 1:
         raise DataError(f"The targets have shape {tuple(y.shape)}; give one number per row, shape [rows].")
     if y.numel() == 0:
@@ -20,7 +20,7 @@ def check_column(y: Tensor) -> None:
 
 
 def count_classes(y: Tensor, classes: int | None = None) -> int:
-    """Number of classes C of labels 0..C-1, or `classes` when that was given and none lies outside."""
+    """Return the number of classes C of labels 0..C-1, or `classes` if given; raise an error for labels outside."""
     check_column(y)
     if y.is_floating_point() and not bool((y == y.round()).all()):
         row = int((y != y.round()).nonzero()[0])

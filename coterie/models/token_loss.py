@@ -1,4 +1,4 @@
-"""The loss of every token from hidden states, without the logits of the whole batch ever being there."""
+"""Loss of every token from hidden states, without the logits of the whole batch in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Piece = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _in_place(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Losses of some tokens, and softmax minus one-hot, which is their gradient in the logits."""
+    """Return the losses of some tokens, and softmax minus one-hot, which is their gradient in the logits."""
     logits = (hidden @ weight.t()).to(dtype)
     place = targets.unsqueeze(1)
     total = logits.logsumexp(1, keepdim=True)
@@ -24,7 +24,7 @@ def _in_place(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtyp
 
 
 def _by_element(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same in a form that a compiler makes into two passes over the logits."""
+    """Return the same, in a form that a compiler fuses into two passes over the logits."""
     logits = (hidden @ weight.t()).to(dtype)
     place = targets.unsqueeze(1)
     total = logits.logsumexp(1, keepdim=True)
@@ -39,7 +39,7 @@ def _fused() -> Piece:
 
 
 class _TokenLoss(torch.autograd.Function):
-    """-log softmax(hidden weight')[target] piece by piece; the gradient in `hidden` is made on the way."""
+    """Loss -log softmax(hidden weight')[target], piece by piece, with its gradient in `hidden`."""
 
     @staticmethod
     def forward(
@@ -47,34 +47,35 @@ class _TokenLoss(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         losses = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         size = -(-len(hidden) // -(-len(hidden) // piece))
         for first in range(0, len(hidden), size):
             rows = slice(first, first + size)
-            if slopes is None:
+            if grads is None:
                 logits = (hidden[rows] @ weight.t()).to(dtype)
                 chosen = logits.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
                 losses[rows] = logits.logsumexp(1) - chosen
                 continue
             compute = _fused() if compiled else _in_place
             losses[rows], share = compute(hidden[rows], weight, targets[rows], dtype)
-            slopes[rows] = share @ weight
-        if slopes is not None:
-            ctx.save_for_backward(slopes)
+            grads[rows] = share @ weight
+        if grads is not None:
+            ctx.save_for_backward(grads)
         return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (slopes,) = ctx.saved_tensors
-        return slopes * given.unsqueeze(1).to(slopes.dtype), None, None, None, None
+        (grads,) = ctx.saved_tensors
+        return grads * given.unsqueeze(1).to(grads.dtype), None, None, None, None
 
 
 def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, piece: int = 4096, compiled: bool = False
 ) -> Tensor:
-    """Losses [tokens] of hidden states [tokens, width] under a frozen head `weight` [vocabulary, width].
+    """Return the losses [tokens] of hidden states [tokens, width] under a frozen head `weight` [vocabulary, width].
 
-    At most `piece` rows of logits exist at a time. Sums are in float32, or in float64 where the states are.
+    At most `piece` rows of logits exist at a time. Sums are float32, or float64 if the states are.
     """
-    return _TokenLoss.apply(hidden, weight, targets, piece, compiled)
+    losses: Tensor = _TokenLoss.apply(hidden, weight, targets, piece, compiled)  # type: ignore[no-untyped-call]
+    return losses

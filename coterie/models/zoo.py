@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from coterie.errors import DataError, SettingError
-from coterie.models import normalise
-from coterie.models.checks import groups_for
+from coterie._core.errors import DataError, SettingError
+from coterie.models.layers import Block, Blocks, ChannelAxis, CharLSTM, GlobalMax, Residual, Scaled
 from coterie.models.network import Network, check_rows, seeded
 from coterie.models.targets import check_column, count_classes
 
@@ -21,14 +20,14 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "g
 
 @dataclass(frozen=True, eq=False)
 class Zoo(Network):
-    """A network of the zoo: a name and settings, from which the module is built once sizes are known."""
+    """Ready network: a name and settings, from which the module is built once sizes are known."""
 
     name: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     classes: int | None = None
 
     def fit_to(self, x: Tensor, y: Tensor) -> Self:
-        """One output for numbers and for two classes, C outputs for C > 2 classes."""
+        """Return a copy with one output for numbers and for two classes, C outputs for C > 2 classes."""
         check_rows(x, y)
         features = tuple(x.shape[1:])
         if self.features not in (None, features):
@@ -85,33 +84,124 @@ class Zoo(Network):
 
 
 def mlp(hidden: tuple[int, ...] = (64,), activation: str = "relu", **options: Any) -> Network:
-    """Fully connected layers over the flattened inputs. Options of all: those of `network`, classes."""
+    """Return a multilayer perceptron over the flattened inputs.
+
+    Parameters
+    ----------
+    hidden
+        Widths of the hidden layers.
+    activation
+        "relu", "tanh" or "gelu".
+    **options
+        `classes`, the number of classes if some may be missing from the data, and those of `network` except `buffers`.
+
+    Returns
+    -------
+    Network
+        A model with one output for numbers and for two classes, C outputs for C > 2 classes.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> model = coterie.models.mlp((8,)).fit_to(torch.randn(20, 3), torch.arange(20) % 4)
+    >>> model.d, model.task
+    (68, 'multiclass')
+    """
     if activation not in _ACTIVATIONS:
         raise SettingError(f"activation={activation!r} is unknown: choose from {', '.join(_ACTIVATIONS)}.")
     return _make("mlp", {"hidden": tuple(hidden), "activation": activation}, **options)
 
 
 def cnn(channels: tuple[int, ...] = (32, 64), kernel: int = 3, hidden: int = 128, **options: Any) -> Network:
-    """The EMNIST network of Reddi et al. (2021) without dropout: convolutions, max pool, dense layer."""
+    """Return the EMNIST network of Reddi et al. (2021) without dropout: convolutions, max pool, dense layer.
+
+    Parameters
+    ----------
+    channels
+        Channels of the convolutions.
+    kernel
+        Width of their kernels.
+    hidden
+        Width of the dense layer.
+    **options
+        `classes`, the number of classes if some may be missing from the data, and those of `network` except `buffers`.
+
+    Returns
+    -------
+    Network
+        A model of images [height, width] or [channels, height, width].
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> coterie.models.cnn().fit_to(torch.zeros(62, 28, 28), torch.arange(62)).d
+    1206590
+    """
     settings = {"channels": tuple(channels), "kernel": kernel, "hidden": hidden}
     return _make("cnn", settings, **options)
 
 
 def resnet9(width: int = 64, **options: Any) -> Network:
-    """Nine-layer residual network with group normalisation, channels width, 2, 4 and 8 times width."""
+    """Return a nine-layer residual network with group normalisation.
+
+    Parameters
+    ----------
+    width
+        Channels of the first layer; later layers have 2, 4 and 8 times as many.
+    **options
+        `classes`, the number of classes if some may be missing from the data, and those of `network` except `buffers`.
+
+    Returns
+    -------
+    Network
+        A model of images of at least 8 x 8 pixels.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> coterie.models.resnet9(width=4).fit_to(torch.zeros(10, 3, 32, 32), torch.arange(10)).d
+    26490
+    """
     return _make("resnet9", {"width": width}, **options)
 
 
 def charlstm(
     vocabulary: int, embedding: int = 8, hidden: int = 256, layers: int = 2, **options: Any
 ) -> Network:
-    """Next-character network of LEAF: embedding, stacked LSTM, dense layer over the last state."""
+    """Return LEAF's network for the next character: embedding, stacked LSTM, dense layer over the last state.
+
+    Parameters
+    ----------
+    vocabulary
+        Number of different characters.
+    embedding
+        Length of their embeddings.
+    hidden
+        Width of the LSTM.
+    layers
+        Number of its layers.
+    **options
+        `classes`, the number of classes if some may be missing from the data, and those of `network` except `buffers`.
+
+    Returns
+    -------
+    Network
+        A model of rows of token ids [length], integers from 0 to vocabulary - 1.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> tokens = torch.randint(0, 80, (100, 20), generator=torch.Generator().manual_seed(0))
+    >>> model = coterie.models.charlstm(80, classes=80).fit_to(tokens, tokens[:, 0])
+    >>> model.d, model.task
+    (819920, 'multiclass')
+    """
     settings = {"vocabulary": vocabulary, "embedding": embedding, "hidden": hidden, "layers": layers}
     return _make("charlstm", settings, tokens=True, **options)
 
 
 def restore(name: str, **description: Any) -> Network:
-    """The zoo model of a description without its "model" entry."""
+    """Return the model that a description, without its entry "model", describes."""
     rest = dict(description)
     features, outputs, task = (rest.pop(part, None) for part in ("features", "outputs", "task"))
     settings = {part: tuple(value) if isinstance(value, list) else value for part, value in rest.items()}
@@ -207,136 +297,6 @@ def _image(features: tuple[int, ...], name: str) -> tuple[int, int, int]:
         )
     channels, height, width = features if len(features) == 3 else (1, *features)
     return channels, height, width
-
-
-class ChannelAxis(nn.Module):
-    """Gives images [B, height, width] a channel axis."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(-1).movedim(-1, 1) if x.dim() == 3 else x  # with the strides of channels last
-
-
-class GroupNorm(nn.GroupNorm):
-    """Reads and writes what comes in: in mixed precision torch would write float32, twice as much for all that follows.
-
-    Means and variances are float32 in any case.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
-
-
-class GlobalMax(nn.Module):
-    """Maximum over height and width.
-
-    Not in bfloat16: torch.compile looks for the rounded maximum among values that it has not rounded, and finds none.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(torch.promote_types(x.dtype, torch.float32)).amax((-2, -1))
-
-
-class Scaled(nn.Module):
-    """Outputs times a constant: after maxima over an image, scores are large and steps of usual size too long."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-class Block(nn.Sequential):
-    """Convolution, group normalisation, rectifier and max pool; `unrolled` computes them one by one."""
-
-    def __init__(self, before: int, after: int, pool: bool = False) -> None:
-        layers = [nn.Conv2d(before, after, 3, padding=1), GroupNorm(groups_for(after), after), nn.ReLU()]
-        super().__init__(*layers, *([nn.MaxPool2d(2)] if pool else []))
-        self.pool = pool
-
-    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
-        convolution, norm = cast(nn.Conv2d, self[0]), cast(GroupNorm, self[1])
-        if unrolled or not normalise.takes(x, norm.num_channels, norm.num_groups, self.pool):
-            return super().forward(x)
-        images, kernel = (
-            part.to(torch.bfloat16, memory_format=torch.channels_last) for part in (x, convolution.weight)
-        )
-        images, bias = nn.functional.conv2d(images, kernel, padding=1), cast(Tensor, convolution.bias)
-        return normalise.normalised(
-            images, bias, norm.weight, norm.bias, norm.num_groups, norm.eps, self.pool
-        )
-
-
-class Residual(nn.Module):
-    """x + conv(conv(x))."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.body = Blocks(Block(channels, channels), Block(channels, channels))
-
-    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
-        return x + self.body(x, unrolled)
-
-
-class Blocks(nn.Sequential):
-    """Layers one after the other, of which blocks can be `unrolled`."""
-
-    can_unroll = True
-
-    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
-        for layer in self:
-            x = layer(x, unrolled) if isinstance(layer, Block | Residual) else layer(x)
-        return x
-
-
-class CharLSTM(nn.Module):
-    """Tokens [B, T] to scores of the last state; `unrolled` computes the LSTM step by step.
-
-    The fused kernel is several times faster for one client but cannot be mapped over clients.
-    """
-
-    can_unroll = True
-
-    def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int, outputs: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, embedding)
-        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
-        self.head = nn.Linear(hidden, outputs)
-        with torch.no_grad():
-            for layer in range(layers):
-                getattr(self.lstm, f"bias_ih_l{layer}")[hidden : 2 * hidden] = 1.0
-
-    def forward(self, x: Tensor, unrolled: bool = False) -> Tensor:
-        states = self.embedding(x.long())
-        if not unrolled:
-            return self.head(self.lstm(states)[0][:, -1])
-        for layer in range(self.lstm.num_layers):
-            states = self._layer(states, layer)
-        return self.head(states[:, -1])
-
-    def _layer(self, inputs: Tensor, layer: int) -> Tensor:
-        """c <- f c + i tanh(g), h <- o tanh(c), the gates i, f, o being sigmoids of inputs and h."""
-        size = self.lstm.hidden_size
-        into, again, bias, more = (
-            getattr(self.lstm, f"{part}_l{layer}")
-            for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        )
-        drive = nn.functional.linear(inputs, into, bias + more)
-        back, hidden, cell = again.t(), None, None
-        states = []
-        for step in drive.unbind(1):
-            gates = step if hidden is None else step + hidden @ back
-            keep_in, forget = torch.sigmoid(gates[..., : 2 * size]).split(size, -1)
-            fresh = keep_in * torch.tanh(gates[..., 2 * size : 3 * size])
-            cell = fresh if cell is None else fresh + forget * cell
-            hidden = torch.sigmoid(gates[..., 3 * size :]) * torch.tanh(cell)
-            states.append(hidden)
-        return torch.stack(states, 1)
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {

@@ -1,4 +1,4 @@
-"""Advice as tables for the terminal."""
+"""Print the advice of `coterie advise` as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,40 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from coterie.theory.advisor import Advice
+    from torch import Tensor
+
+    from coterie.select.advice import Advice
 
 MEANING = (
-    "noise: variance that no model explains; distance: squared, of the client's model from the shared one; "
-    "error: predicted squared error beyond the noise, 90 % interval where clients differ"
+    "noise: variance that no model explains; distance: squared distance between the client's model and the shared one; "
+    "error: predicted squared error beyond the noise, as a 90 % interval where clients differ"
 )
 
 
 def advice_tables(advice: Advice, most: int = 15) -> list[str | Table]:
-    """The verdict and its reasons, then the clients: what was estimated and what is recommended for each."""
+    """Return the verdict with its reasons, then a table of what is estimated and recommended for each client.
+
+    Parameters
+    ----------
+    advice
+        What `coterie.advise` returned.
+    most
+        Clients listed in the table.
+
+    Returns
+    -------
+    list of str and rich.table.Table
+        Parts to print, in this order.
+
+    Examples
+    --------
+    >>> import coterie
+    >>> from coterie.report.advice import advice_tables
+    >>> fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
+    >>> text, table, sent = advice_tables(coterie.advise(fed, probe=0))
+    >>> table.row_count
+    4
+    """
     more = f" (first {most} of {len(advice.names)})" if len(advice.names) > most else ""
     table = Table(title=f"Recommended for each client{more}", caption=MEANING)
     for name in ("client", "rows per feature", "noise", "distance", "method", "lambda", "error"):
@@ -38,12 +62,14 @@ def advice_tables(advice: Advice, most: int = 15) -> list[str | Table]:
 
 
 def _interval(low: float, high: float) -> str:
+    """Format an interval; empty if it is unknown, one number if both ends print alike."""
     if low != low:
         return ""
     first, last = (f"{value if value > 1e-9 else 0.0:.2g}" for value in (low, high))
     return first if first == last else f"{first} to {last}"
 
 
-def _short(value: object) -> str:
-    number = float(value)  # type: ignore[arg-type]
+def _short(value: Tensor) -> str:
+    """Format a number with three significant digits; empty for NaN."""
+    number = float(value)
     return "" if number != number else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""The charts about quality, data and communication."""
+"""Charts of the report about quality, data and communication."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import Any
 
 import numpy as np
 
-from coterie.models.metrics import HIGHER_IS_BETTER
+from coterie.models.metrics import find
 from coterie.report.facts import RunFacts
 from coterie.report.gains import Scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import SYMBOLS, Panel, Trace, axis, colour, line, numbers, plain
 
-NAMED = 40  # clients up to which each has its name on an axis
-BANDS = 3  # runs up to which each curve has its band
-DOTTED = 300  # clients up to which each is a dot
+NAMED = 40  # at most this many clients have their names on an axis
+BANDS = 3  # at most this many runs have a band around their curve
+DOTTED = 300  # at most this many clients are drawn as dots
 
 
 def percent(run: RunFacts) -> float:
-    """What a metric is multiplied by on an axis."""
-    return 100.0 if run.metric == "accuracy" else 1.0
+    """Return the factor by which an axis multiplies the metric: 100 for shares, else 1."""
+    return 100.0 if find(run.metric).percent else 1.0
 
 
 def metric_name(run: RunFacts) -> str:
-    if run.metric == "perplexity":
-        return run.metric
-    return "right answers (%)" if run.metric == "accuracy" else f"typical error ({run.metric})"
+    """Return the title of an axis that shows the run's metric."""
+    known = {"accuracy": "right answers (%)", "rmse": "typical error (rmse)"}
+    metric = find(run.metric)
+    return known.get(run.metric, f"{metric.title} (%)" if metric.percent else metric.title)
 
 
 def curves(runs: Sequence[RunFacts]) -> list[Panel]:
-    """The mean over clients and the middle half of them, by rounds and by megabytes."""
+    """Plot the mean over clients and their middle half against rounds and against megabytes."""
     by_round: list[Trace] = []
     by_size: list[Trace] = []
     rows, means, ends = [], [], []
@@ -87,8 +88,8 @@ def curves(runs: Sequence[RunFacts]) -> list[Panel]:
         Panel(
             "rounds",
             "Over rounds",
-            f"Mean over clients on rows held back for checking{band}. A round is one exchange with everybody. The "
-            "picture starts where training has; a double click shows all of it.",
+            f"Mean over clients on rows held back for checking{band}. A round is one exchange with all clients. The "
+            "vertical axis leaves out the first point, before training; double-click to see it.",
             by_round,
             {"xaxis": axis("round"), "yaxis": y, "hovermode": "x unified"},
             headers,
@@ -97,7 +98,7 @@ def curves(runs: Sequence[RunFacts]) -> list[Panel]:
         Panel(
             "megabytes",
             "Over megabytes",
-            "The same means, against what had crossed the network until then, up and down together.",
+            "The same means, against what had crossed the network by then, up and down together.",
             by_size,
             {"xaxis": axis("megabytes sent and received"), "yaxis": y, "hovermode": "closest"},
             headers,
@@ -107,7 +108,7 @@ def curves(runs: Sequence[RunFacts]) -> list[Panel]:
 
 
 def _window(means: Sequence[np.ndarray], spread: Sequence[np.ndarray]) -> list[float]:
-    """The part of the axis where the curves are once training has begun."""
+    """Return the range of the axis that holds the curves once training has begun."""
     low = min(
         float(min(np.nanmin(mean), np.nanquantile(values, 0.25)))
         for mean, values in zip(means, spread, strict=True)
@@ -121,7 +122,7 @@ def _window(means: Sequence[np.ndarray], spread: Sequence[np.ndarray]) -> list[f
 
 
 def distribution(runs: Sequence[RunFacts]) -> Panel:
-    """A box for each run, with a dot for each client where they can be told apart."""
+    """Draw a box for each run, with a dot for each client if there are not too many."""
     traces, rows = [], []
     dotted = len(runs[0].names) <= DOTTED
     for k, run in enumerate(runs):
@@ -161,15 +162,16 @@ def distribution(runs: Sequence[RunFacts]) -> Panel:
 
 
 def gain_chart(run: RunFacts, scores: Scores) -> Panel | None:
-    """Gains sorted from the client that lost most to the one that gained most."""
+    """Draw the gains, sorted from the client that lost most to the one that gained most."""
     known = np.flatnonzero(~np.isnan(scores.gain))
     if not len(known):
         return None
     order = known[np.argsort(scores.gain[known], kind="stable")]
     scale, names = percent(run), plain(run.names)
     values = scores.gain[order] * scale
-    units = {"accuracy": "percentage points", "perplexity": "perplexity"}
-    title = f"gain ({units.get(run.metric, 'in the units of the target')})"
+    metric = find(run.metric)
+    in_target = "in the units of the target" if metric.scales_with_target else metric.title
+    title = f"gain ({'percentage points' if metric.percent else in_target})"
     if len(order) <= NAMED:
         few = [names[k] for k in order]
         trace: Trace = {
@@ -190,8 +192,8 @@ def gain_chart(run: RunFacts, scores: Scores) -> Panel | None:
         }
         layout = {"xaxis": axis(title, zeroline=True), "yaxis": axis("", type="category")}
         caption = (
-            "Bars to the right: better off together. The whiskers are 95 % intervals; where they cross zero it may be "
-            "chance."
+            "Bars to the right: better off together. The whiskers are 95 % intervals; where they cross zero the "
+            "difference may be chance."
         )
         height = 140 + 26 * len(order)
     else:
@@ -210,16 +212,16 @@ def gain_chart(run: RunFacts, scores: Scores) -> Panel | None:
             "xaxis": axis("clients, from the one that lost most (%)"),
             "yaxis": axis(title, zeroline=True),
         }
-        caption = "All clients in order of their gain. Where the curve is above zero clients are better off together."
+        caption = "All clients in order of their gain. Where the curve is above zero, clients are better off together."
         height = 360
     ends = [*order[:5], *order[-5:]] if len(order) > 10 else list(order)
     rows = [[run.names[k], show_gain(run.metric, scores.gain[k])] for k in ends]
-    note = "" if len(order) <= 10 else " The table shows five clients at either end."
+    note = "" if len(order) <= 10 else " The table shows five clients at each end."
     return Panel("gain", "Gains in order", caption + note, [trace], layout, ("client", "gain"), rows, height)
 
 
 def size_chart(runs: Sequence[RunFacts], scores: Sequence[Scores]) -> Panel | None:
-    """Does the gain depend on how much data a client has?"""
+    """Plot gains, or scores if there are none, against the clients' numbers of training rows."""
     first = runs[0].rows("train")
     if first is None:
         return None
@@ -262,7 +264,7 @@ def size_chart(runs: Sequence[RunFacts], scores: Sequence[Scores]) -> Panel | No
 
 
 def communication(runs: Sequence[RunFacts]) -> Panel | None:
-    """Megabytes by link, up and down, of every run."""
+    """Draw the megabytes of every run by link, up and down."""
     import polars as pl
 
     parts: list[tuple[Any, ...]] = []
@@ -319,4 +321,5 @@ def communication(runs: Sequence[RunFacts]) -> Panel | None:
 
 
 def direction(run: RunFacts) -> str:
-    return "higher is better" if HIGHER_IS_BETTER[run.metric] else "lower is better"
+    """Return "higher is better" or "lower is better" for the run's metric."""
+    return find(run.metric).direction

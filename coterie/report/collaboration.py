@@ -12,17 +12,17 @@ from coterie.report.graph import NODES, graph
 from coterie.report.numbers import count, digits, listed
 from coterie.report.panels import Panel, Trace, axis, colour, numbers, plain
 
-CELLS = 120  # rows and columns of a matrix that can still be told apart
-LINES = 150  # clients whose clusters over time are shown one by one
+CELLS = 120  # largest matrix drawn cell by cell; larger ones are averaged over blocks
+LINES = 150  # at most this many clients have a line of their own in the chart of groups over time
 SIMILAR = "similar"
 
 
 def collaboration(run: RunFacts, key: str) -> list[Panel]:
-    """Matrix and graph, and what the method itself recorded: clusters over time, shares of the shared model."""
+    """Draw who learns from whom as matrix and graph, then clusters over time and mixing weights if recorded."""
     panels = []
     weights, kind = run.weights, "weight"
     if weights is None:
-        weights, kind = _alike(run), SIMILAR
+        weights, kind = _similarity(run), SIMILAR
     labels = _labels(run)
     if weights is not None and len(weights) > 1:
         order, groups = _ordered(weights, labels)
@@ -40,7 +40,7 @@ def collaboration(run: RunFacts, key: str) -> list[Panel]:
 
 
 def neighbours(run: RunFacts, most: int = 3) -> list[str]:
-    """For each client the clients it learns most from, where the method recorded that."""
+    """Name for each client the clients it learns most from; empty texts if the method has no weights."""
     weights = run.weights
     if weights is None:
         return [""] * len(run.names)
@@ -54,15 +54,15 @@ def neighbours(run: RunFacts, most: int = 3) -> list[str]:
     return texts
 
 
-def words(run: RunFacts) -> str:
-    """What the map of this run shows, in one or two sentences."""
+def explain(run: RunFacts) -> str:
+    """Say in one or two sentences what the collaboration map of this run shows."""
     sentences = []
     clusters = run.observed("cluster")
     if clusters:
         last = next(reversed(clusters.values()))
         sizes = np.unique(last[~np.isnan(last)], return_counts=True)[1]
         if len(sizes) == 1:
-            sentences.append("The method sees one group, to which all clients are linked.")
+            sentences.append("The method put all clients into one group.")
         elif len(sizes):
             sentences.append(
                 f"The method put the clients into {count(len(sizes), 'group')}, the largest of "
@@ -72,8 +72,8 @@ def words(run: RunFacts) -> str:
     if mixes is not None:
         low, mean, high = (f"{100 * part(mixes):.0f} %" for part in (np.nanmin, np.nanmean, np.nanmax))
         sentences.append(
-            f"Every client mixes the shared model with its own; the share of the shared model is {low} to {high}, on "
-            f"average {mean}."
+            f"Every client mixes the shared model with its own; the share of the shared model is {low} to {high}, "
+            f"{mean} on average."
         )
     if run.weights is not None:
         sentences.append(
@@ -83,45 +83,48 @@ def words(run: RunFacts) -> str:
         models = run.personal
         if models is not None and _is_one(models):
             sentences.append("All clients use one and the same model, so there is no map to draw.")
-        elif _alike(run) is None:
+        elif _similarity(run) is None:
             sentences.append("There is no map: the models are too large to compare here, or not finite.")
         else:
             sentences.append(
-                "This method keeps no weights between pairs of clients; the map shows how alike the clients' models "
+                "This method has no weights between pairs of clients; the map shows how similar the clients' models "
                 "became."
             )
     return " ".join(sentences)
 
 
 def _is_one(models: np.ndarray) -> bool:
+    """Return True if all clients have the same model."""
     return models.strides[0] == 0 or bool((models == models[:1]).all())
 
 
-def _alike(run: RunFacts) -> np.ndarray | None:
-    """1 for equal models, 0 for the pair that differs most; None where all are equal or too large to read."""
+def _similarity(run: RunFacts) -> np.ndarray | None:
+    """Return 1 for equal models to 0 for the most distant pair; None if all are equal, too large or not finite."""
     models = run.personal
     if models is None or len(models) < 2 or _is_one(models):
         return None
     squares = (models**2).sum(1)
     distance = np.sqrt(np.maximum(squares[:, None] + squares - 2 * models @ models.T, 0))
     np.fill_diagonal(distance, 0)
-    largest = distance.max()
+    largest = float(distance.max())
     if not np.isfinite(distance).all() or largest <= 1e-6 * math.sqrt(squares.max() + 1e-300):
         return None
-    return 1 - distance / largest
+    similarity: np.ndarray = 1 - distance / largest
+    return similarity
 
 
 def _labels(run: RunFacts) -> np.ndarray | None:
-    """The cluster of every client: found by the method, else known."""
+    """Return the cluster of every client: the one the method found, else the known one, else None."""
     clusters = run.observed("cluster")
     if clusters:
-        return np.nan_to_num(next(reversed(clusters.values())), nan=-1).astype(int)
+        last = next(reversed(clusters.values()))
+        return np.where(np.isnan(last), -1, last).astype(int)
     known = None if run.roster is None else run.roster.clusters
     return None if known is None else np.array(known)
 
 
 def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the clients in cluster order, and the group of every client (as in the matrix)."""
+    """Return the order of the clients in the matrix, group by group, and the group of every client."""
     from scipy.cluster.hierarchy import fcluster, leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -142,19 +145,20 @@ def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray
 def _matrix(
     run: RunFacts, key: str, weights: np.ndarray, order: np.ndarray, groups: np.ndarray, kind: str
 ) -> Panel:
+    """Draw the weights, or the similarity of the models, as a heat map."""
     shown = weights[np.ix_(order, order)]
     if kind == "weight":
         shown = shown.copy()
         np.fill_diagonal(shown, np.nan)
     names = plain([run.names[k] for k in order])
-    n, what = len(names), "how alike" if kind == SIMILAR else "weight"
+    n, what = len(names), "similarity" if kind == SIMILAR else "weight"
     note = ""
     if n > CELLS:
         edges = np.linspace(0, n, CELLS + 1).astype(int)
         shown, names = _blocks(shown, edges), _ranges(names, edges)
         note = f" Every cell is the mean of about {n / CELLS:.0f} × {n / CELLS:.0f} clients."
     caption = (
-        "How alike the clients' models are: 1 for the same model, 0 for the pair that differs most."
+        "How similar the clients' models are: 1 for the same model, 0 for the pair that differs most."
         if kind == SIMILAR
         else "How strongly the client of a row is pulled towards the client of a column."
     )
@@ -175,8 +179,8 @@ def _matrix(
     ticks = {"showticklabels": n <= 40, "ticks": "", "type": "category", "automargin": True}
     return Panel(
         f"matrix-{key}",
-        "Matrix, clients in the order of their groups",
-        f"{caption} Groups of clients that belong together are squares along the diagonal.{note}",
+        "Matrix, clients ordered by group",
+        f"{caption} Groups of clients show as squares along the diagonal.{note}",
         [trace],
         {
             "xaxis": {**ticks, "showticklabels": below},
@@ -189,7 +193,7 @@ def _matrix(
 
 
 def _blocks(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Means over blocks between the edges, the diagonal of a matrix of weights left out."""
+    """Average over the blocks between the edges, ignoring NaN (the diagonal of a matrix of weights)."""
     here = ~np.isnan(values)
     sums = np.add.reduceat(np.add.reduceat(np.where(here, values, 0), edges[:-1], 0), edges[:-1], 1)
     counts = np.add.reduceat(np.add.reduceat(here.astype(float), edges[:-1], 0), edges[:-1], 1)
@@ -197,12 +201,13 @@ def _blocks(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _ranges(names: list[str], edges: np.ndarray) -> list[str]:
+    """Name each block by its first and last client."""
     pairs = itertools.pairwise(edges)
     return [f"{names[a]} … {names[b - 1]}" if b - a > 1 else names[a] for a, b in pairs]
 
 
 def _within(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every client the mean weight to others of its group and to the rest."""
+    """Return for every client its mean weight to the others in its group and to the rest."""
     same = groups[:, None] == groups
     other = ~same
     np.fill_diagonal(same, False)
@@ -211,6 +216,7 @@ def _within(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _over_time(run: RunFacts, key: str, clusters: dict[int, np.ndarray]) -> Panel:
+    """Draw the group of every client round by round, or the sizes of the groups if there are many clients."""
     rounds, values = list(clusters), np.array(list(clusters.values()))
     last = values[-1]
     marks = np.unique(values[~np.isnan(values)]).astype(int)
@@ -220,7 +226,7 @@ def _over_time(run: RunFacts, key: str, clusters: dict[int, np.ndarray]) -> Pane
         [f"group {mark + 1}", *(str(int(sizes[k][t])) for t in _some(len(rounds)))]
         for k, mark in enumerate(marks)
     ]
-    settled = f" {count(int(moves[-1].sum()) if len(moves) else 0, 'client')} changed group at the last look."
+    settled = f" {count(int(moves[-1].sum()) if len(moves) else 0, 'client')} changed group at the last recorded round."
     if len(run.names) <= LINES:
         order = np.argsort(last, kind="stable")
         few = len(run.names) <= 30 and len(rounds) <= 25
@@ -268,11 +274,12 @@ def _over_time(run: RunFacts, key: str, clusters: dict[int, np.ndarray]) -> Pane
 
 
 def _some(length: int, most: int = 6) -> list[int]:
+    """Return at most this many evenly spaced positions, the first and the last included."""
     return sorted({round(k) for k in np.linspace(0, length - 1, min(length, most))})
 
 
 def _mixes(run: RunFacts) -> np.ndarray | None:
-    """FLIX's alpha of every client."""
+    """Return FLIX's alpha of every client, or None for other methods."""
     if run.algorithm != "flix":
         return None
     recorded = run.observed("alpha")
@@ -285,6 +292,7 @@ def _mixes(run: RunFacts) -> np.ndarray | None:
 
 
 def _mix(run: RunFacts, key: str, mixes: np.ndarray) -> Panel:
+    """Draw how much of every client's model is shared, client by client or as a histogram."""
     if len(mixes) <= 40:
         names = plain(run.names)
         parts = (("shared model", 100 * mixes, ""), ("own model", 100 * (1 - mixes), "/"))
@@ -317,7 +325,7 @@ def _mix(run: RunFacts, key: str, mixes: np.ndarray) -> Panel:
     return Panel(
         f"mix-{key}",
         "Mix of shared and own model",
-        "How much of each client's model is shared with everybody; the rest it found alone.",
+        "How much of each client's model is shared with everybody; the rest it learned alone.",
         traces,
         layout,
         ("client", "share of the shared model"),

@@ -1,4 +1,4 @@
-"""How different the clients are: charts of their sizes and of what they have to predict."""
+"""Charts of the report on how clients differ: their sizes and what they have to predict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.report.panels import Panel, Trace, axis, colour, numbers, plain
 
 
 def heterogeneity(run: RunFacts) -> list[Panel]:
-    """How different the clients are: their sizes, and what they have to predict."""
+    """Draw the numbers of rows of the clients and the distribution of their targets."""
     if run.roster is None:
         return []
     rows = np.array(run.roster.rows["train"])
@@ -40,6 +40,7 @@ def heterogeneity(run: RunFacts) -> list[Panel]:
 
 
 def _class_panel(run: RunFacts, classes: list[str], shares: np.ndarray) -> Panel:
+    """Draw the share of each class at every client, at most eight classes."""
     shown = classes if len(classes) <= 8 else [*classes[:7], "others"]
     if len(classes) > 8:
         shares = np.concatenate([shares[:, :7], shares[:, 7:].sum(1, keepdims=True)], 1)
@@ -69,10 +70,10 @@ def _class_panel(run: RunFacts, classes: list[str], shares: np.ndarray) -> Panel
     return Panel(
         "targets",
         "What clients have to predict",
-        "How often each answer occurs at each client. The more the clients differ, the less one model fits all.",
+        "How often each class occurs at each client. The more the clients differ, the less one model fits all.",
         traces,
         layout,
-        ("answer", "rarest at a client", "mean over clients", "commonest at a client"),
+        ("class", "lowest share at a client", "mean over clients", "highest share at a client"),
         [
             [name, f"{100 * a:.1f} %", f"{100 * m:.1f} %", f"{100 * b:.1f} %"]
             for name, a, m, b in zip(shown, low, shares.mean(0), high, strict=True)
@@ -82,6 +83,7 @@ def _class_panel(run: RunFacts, classes: list[str], shares: np.ndarray) -> Panel
 
 
 def _mean_panel(run: RunFacts, mean: np.ndarray, sd: np.ndarray) -> Panel:
+    """Draw the mean of a numeric target at every client."""
     order = np.argsort(mean, kind="stable")
     named = len(mean) <= NAMED
     trace = _bars([run.names[k] for k in order], mean[order]) if named else _histogram(mean)
@@ -103,6 +105,7 @@ def _mean_panel(run: RunFacts, mean: np.ndarray, sd: np.ndarray) -> Panel:
 
 
 def _bars(names: Sequence[str], values: np.ndarray) -> Trace:
+    """Return one horizontal bar per name."""
     return {
         "type": "bar",
         "orientation": "h",
@@ -114,6 +117,7 @@ def _bars(names: Sequence[str], values: np.ndarray) -> Trace:
 
 
 def _histogram(values: np.ndarray) -> Trace:
+    """Return a histogram of one value per client."""
     counts, edges = np.histogram(values, bins=min(30, max(5, math.ceil(math.sqrt(len(values))))))
     middle = (edges[:-1] + edges[1:]) / 2
     return {
@@ -127,6 +131,7 @@ def _histogram(values: np.ndarray) -> Trace:
 
 
 def _bar_layout(title: str, clients: int) -> dict[str, object]:
+    """Return the axes for `_bars` or, with many clients, for `_histogram`."""
     if clients <= NAMED:
         return {
             "xaxis": axis(title),

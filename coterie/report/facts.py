@@ -1,4 +1,4 @@
-"""What a report knows of finished runs, read from their folders and from nothing else."""
+"""Read finished runs from their folders, for the report."""
 
 from __future__ import annotations
 
@@ -11,24 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coterie.errors import RunError
-from coterie.models.metrics import MAIN
-from coterie.models.shared import is_shared
-from coterie.runs import files
-from coterie.runs.folder import RESULT, RunFolder
-from coterie.runs.roster import Roster
+from coterie._core import broadcast, files
+from coterie._core.errors import RunError
+from coterie.models.metrics import LOSS, TASKS, lookup, main_metric
+from coterie.train.folder import RESULT, RunFolder
+from coterie.train.roster import Roster
 
 if TYPE_CHECKING:
     import polars
 
 SPLITS = ("test", "validation", "train")
-MOST_SIBLINGS = 200  # folders beside a run that are searched for one that trained alone
-LARGEST_MODELS = 1 << 28  # bytes of personal models that a report is willing to read
+MOST_SIBLINGS = 200  # at most this many neighbouring folders are searched for a run that trained alone
+LARGEST_MODELS = 1 << 28  # bytes; larger files of personal models are not read
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run: its settings, its clients, the metric of every client [n] and what was recorded on the way."""
+    """One finished run as the report sees it.
+
+    Attributes
+    ----------
+    folder, label
+        Where the run is, and its name on the page.
+    config, environment, result
+        What `config.toml`, `environment.json` and `result.json` hold.
+    names, roster
+        Clients; their rows, targets and known clusters where the run recorded them.
+    metrics, ledger
+        Every recorded metric, and every byte that crossed the network.
+    metric, split, scores
+        The main metric, the split it was computed on (test if there is one), and its value per client [n].
+    seeds
+        Seeds over which `scores` is averaged; more than one in a comparison.
+    """
 
     folder: Path
     label: str
@@ -46,35 +61,40 @@ class RunFacts:
 
     @property
     def algorithm(self) -> str:
+        """Name of the method."""
         return str(self.config["algorithm"]["name"])
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Hyperparameters of the method."""
         return {name: value for name, value in self.config["algorithm"].items() if name != "name"}
 
     @property
     def alone(self) -> bool:
-        """Trained without anybody, as a yardstick (and not because `auto` found that best)."""
+        """Whether every client trained alone as the baseline, rather than because `auto` chose it."""
         return self.algorithm == "local" and not self.label.startswith("auto")
 
     @property
     def deployed_round(self) -> int:
+        """Round whose models are deployed."""
         return int(self.result["deployed_round"])
 
     @property
     def data(self) -> dict[str, Any]:
-        """Where the rows came from; empty for a run that was not made from a table."""
+        """Source and roles of the columns; empty for a run that was not made from a table."""
         return dict(self.config.get("data", {}))
 
     @property
     def rows_hash(self) -> str:
+        """Hash of the rows and their split: equal for two runs on the same data."""
         return str(self.config["federation"]["rows_sha256"])
 
     def rows(self, split: str) -> np.ndarray | None:
+        """Return the number of rows of every client in a split, if recorded."""
         return None if self.roster is None else np.array(self.roster.rows[split])
 
     def per_client(self, split: str, metric: str) -> dict[int, np.ndarray]:
-        """A value per client [n] by round, NaN where there is none."""
+        """Return a metric by round, one value per client [n], NaN where there is none."""
         import polars as pl
 
         known = self._per_client.get((split, metric))
@@ -92,11 +112,12 @@ class RunFacts:
 
     @functools.cached_property
     def _per_client(self) -> dict[tuple[str, str], dict[int, np.ndarray]]:
+        """Cache of `per_client`."""
         return {}
 
     @functools.cached_property
     def megabytes(self) -> dict[int, tuple[float, float]]:
-        """Up and down until the end of every round, evaluation not counted."""
+        """Megabytes sent up and down until the end of every round, without evaluation."""
         import polars as pl
 
         sums = (
@@ -112,27 +133,29 @@ class RunFacts:
         return found
 
     def megabytes_at(self, t: int) -> float:
-        """Both directions together until round t."""
+        """Return the megabytes sent until the end of round t, both directions together."""
         before = [sum(both) for when, both in self.megabytes.items() if when <= t]
         return before[-1] if before else 0.0
 
     @functools.cached_property
     def why(self) -> list[str]:
-        """Why `auto` chose this method; empty where a person did."""
+        """Sentences on why `auto` chose this method; empty if a person chose it."""
         path = self.folder / "choice.json"
         return list(files.read_json(path)["why"]) if path.exists() else []
 
-    def validation_loss(self) -> float:
-        values = self.per_client("validation", "loss").get(self.deployed_round)
-        return float("inf") if values is None else float(np.nanmean(values))
+    def validation_cost(self) -> float:
+        """Return the mean validation loss, or cost of the metric that the run was asked for."""
+        judge = lookup(self.config["plan"].get("metric", "")) or LOSS
+        values = self.per_client("validation", judge.name).get(self.deployed_round)
+        return float("inf") if values is None else judge.cost(float(np.nanmean(values)))
 
     def observed(self, metric: str) -> dict[int, np.ndarray]:
-        """What the algorithm recorded of every client, by round."""
+        """Return what the algorithm recorded of every client [n], by round."""
         return self.per_client("server", metric)
 
     @functools.cached_property
     def weights(self) -> np.ndarray | None:
-        """The last recorded matrix of who learns from whom [n, n], where the method has one."""
+        """Last recorded matrix of weights between clients [n, n], if the method has one."""
         from safetensors import safe_open
 
         path = self.folder / "traces.safetensors"
@@ -148,20 +171,26 @@ class RunFacts:
 
     @functools.cached_property
     def personal(self) -> np.ndarray | None:
-        """The deployed models [n, d]; None where they are too large to look at here, or stayed with the clients."""
+        """Deployed models [n, d]; None if the file is too large to read, or the models stayed with the clients."""
         path = self.folder / "models" / "models.safetensors"
         if not path.exists() or path.stat().st_size > LARGEST_MODELS:
             return None
         models = files.read_tensors(path)[0]["personal"]
         if len(models) != len(self.names):
             return None
-        if is_shared(models):
+        if broadcast.is_broadcast(models):
             return np.broadcast_to(models[0].double().numpy(), models.shape)
         return models.double().numpy()
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFacts]:
-    """All runs named, comparisons opened, each labelled by its method (and folder, where that is not enough)."""
+    """Read runs, and all runs of comparisons, each labelled by its method (and folder, if two have the same).
+
+    Raises
+    ------
+    RunError
+        If there is no run, a run is not finished, or two runs have other clients or another metric.
+    """
     found: list[RunFacts] = []
     for path in paths:
         for run in _comparison(path) if (path / "compare.json").exists() else [_run(path)]:
@@ -169,6 +198,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunFacts]:
                 found.append(run)
     if not found:
         raise RunError("there is no run to report; name a folder that `coterie fit --out` made")
+    found = _by_one_metric(found)
     _require_comparable(found)
     count = Counter(run.label for run in found)
     return [
@@ -178,26 +208,31 @@ def read_runs(paths: Sequence[Path]) -> list[RunFacts]:
 
 
 def with_baseline(runs: list[RunFacts]) -> list[RunFacts]:
-    """The runs and, if none of them trained alone, a run beside them on the same rows that did."""
+    """Add a run that trained alone on the same rows, if none is among `runs` and a neighbouring folder has one."""
     if any(run.alone for run in runs):
         return runs
     first = runs[0]
     for place in sorted(first.folder.resolve().parent.glob("*/config.toml"))[:MOST_SIBLINGS]:
         try:
-            other = _run(place.parent)
+            other = _by_metric(_run(place.parent), first.metric)
         except RunError:
             continue
-        if other.alone and other.rows_hash == first.rows_hash:
+        if other is not None and other.alone and other.rows_hash == first.rows_hash:
             return [*runs, other]
     return runs
 
 
 def _comparison(path: Path) -> list[RunFacts]:
-    """The first seed's runs of a comparison, scored by the mean over all its seeds."""
+    """Read the runs of a comparison: those of its first seed, with scores averaged over all its seeds."""
     import polars as pl
 
     scores = pl.read_parquet(path / "clients.parquet")
     metric = scores.columns[-1]
+    if lookup(metric) is None:
+        raise RunError(
+            f"{path} is scored by {metric!r}, which is not known here. Register it with coterie.metrics.register and "
+            "write the report from Python, or name one of the runs in the folder."
+        )
     seeds = scores["seed"].n_unique()
     means = scores.group_by("algorithm", "client").agg(pl.col(metric).mean())
     runs = []
@@ -206,24 +241,36 @@ def _comparison(path: Path) -> list[RunFacts]:
         mine = means.filter(pl.col("algorithm") == row["algorithm"])
         known = dict(zip(mine["client"], mine[metric], strict=True))
         values = np.array([known.get(name, np.nan) for name in run.names])
-        runs.append(replace(run, label=row["algorithm"], scores=values, split="test", seeds=seeds))
+        runs.append(
+            replace(run, label=row["algorithm"], metric=metric, scores=values, split="test", seeds=seeds)
+        )
     return runs
 
 
 def _run(path: Path) -> RunFacts:
+    """Read one finished run."""
+    folder = RunFolder.open(path)
+    with folder.reading():
+        return _read(folder)
+
+
+def _read(folder: RunFolder) -> RunFacts:
     import polars as pl
 
-    folder = RunFolder.open(path)
+    path = folder.path
     if "adapt" in folder.config:
         raise RunError(f"{path} holds adapted models only. Report {folder.config['adapt']['run']}")
     if not folder.finished():
-        raise RunError(f"{path} is not finished. Go on with `coterie resume {path}`, then report it.")
+        raise RunError(f"{path} is not finished. Finish it with `coterie resume {path}`, then report it.")
     config = folder.config
     metrics = pl.read_parquet(path / "metrics.parquet")
-    metric = next((name for name in MAIN.values() if name in metrics["metric"]), "accuracy")
+    recorded, asked = set(metrics["metric"]), config["plan"].get("metric", "")
+    mains = (main_metric(task).name for task in TASKS)
+    main = next((name for name in mains if name in recorded), "accuracy")
+    metric = main if lookup(asked) is None else asked
     roster = Roster.load(path)
     names = files.read_json(path / "models" / "model.json")["clients"] if roster is None else roster.names
-    run = RunFacts(
+    found = RunFacts(
         folder=path,
         label=str(config["algorithm"]["name"]),
         config=config,
@@ -237,20 +284,43 @@ def _run(path: Path) -> RunFacts:
         split="",
         scores=np.empty(0),
     )
+    run = _by_metric(found, metric)
+    if run is None:
+        raise RunError(f"{path} has no scores of its models; train it again")
+    return run
+
+
+def _by_metric(run: RunFacts, metric: str) -> RunFacts | None:
+    """Return the run scored by this metric, or None if it was not recorded; means over seeds stay as they are."""
+    if run.seeds > 1:
+        return run if run.metric == metric else None
     for split in SPLITS:
         scores = run.per_client(split, metric).get(run.deployed_round)
         if scores is not None:
-            return replace(run, split=split, scores=scores)
-    raise RunError(f"{path} has no scores of its models; train it again")
+            return replace(run, metric=metric, split=split, scores=scores)
+    return None
+
+
+def _by_one_metric(runs: list[RunFacts]) -> list[RunFacts]:
+    """Return the runs scored by one metric that all of them recorded, the first run's if possible."""
+    if len({run.metric for run in runs}) == 1:
+        return runs
+    for metric in dict.fromkeys(run.metric for run in runs):
+        found = [_by_metric(run, metric) for run in runs]
+        scored = [run for run in found if run is not None]
+        if len(scored) == len(runs):
+            return scored
+    return runs
 
 
 def _require_comparable(runs: list[RunFacts]) -> None:
+    """Refuse runs of different clients or metrics."""
     first = runs[0]
     for run in runs[1:]:
         if run.metric != first.metric or set(run.names) != set(first.names):
             raise RunError(
-                f"{run.folder} and {first.folder} have other clients or another kind of target, so they do not "
-                "fit on one page. Report them one by one."
+                f"{run.folder} and {first.folder} have different clients or different kinds of target, so they do "
+                "not fit on one page. Report them one by one."
             )
         if run.names != first.names:
-            raise RunError(f"{run.folder} lists its clients in another order than {first.folder}")
+            raise RunError(f"{run.folder} lists its clients in a different order from {first.folder}")

@@ -1,4 +1,4 @@
-"""Who gained and who lost against training alone, with honest intervals."""
+"""Gain of every client over training alone, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.models.metrics import HIGHER_IS_BETTER
+from coterie.models.metrics import find
 from coterie.report.facts import RunFacts
 
 BETTER, WORSE, UP, DOWN, SAME, UNKNOWN = "better", "worse", "up", "down", "same", "unknown"
@@ -23,9 +23,9 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Scores:
-    """The metric of every client with its 95 % interval, and the gain over training alone with its own.
+    """Metric of every client and its gain over training alone, both with 95 % intervals [n].
 
-    Gains are positive where the client is better off, whatever the metric. NaN: not known.
+    Gains are positive if the client is better off, whatever the metric. NaN means unknown.
     """
 
     value: np.ndarray
@@ -37,12 +37,13 @@ class Scores:
 
     @property
     def verdicts(self) -> list[str]:
+        """Verdict on every client, one of the keys of `VERDICTS`."""
         return [verdict(*three) for three in zip(self.gain, self.gain_low, self.gain_high, strict=True)]
 
 
 @dataclass(frozen=True)
 class MeanGain:
-    """The mean gain over clients and Student's 95 % interval (None for fewer than two clients)."""
+    """Mean gain over clients with Student's 95 % interval (None for fewer than two clients), and counts."""
 
     mean: float
     low: float | None
@@ -53,7 +54,7 @@ class MeanGain:
 
 
 def verdict(gain: float, low: float, high: float) -> str:
-    """In which of the five ways a client fared."""
+    """Classify a gain by its sign and its 95 % interval; the result is a key of `VERDICTS`."""
     if math.isnan(gain):
         return UNKNOWN
     if gain == 0:
@@ -64,7 +65,19 @@ def verdict(gain: float, low: float, high: float) -> str:
 
 
 def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
-    """Metrics and gains of one run; `alone` is the run that trained without collaboration."""
+    """Return scores and gains of a run.
+
+    Parameters
+    ----------
+    run
+        The run to score.
+    alone
+        The run in which every client trained alone; without it gains are NaN.
+
+    Returns
+    -------
+    Scores
+    """
     rows = run.rows(run.split)
     count = np.full(len(run.names), np.nan) if rows is None else np.where(rows > 0, rows, np.nan)
     low, high = interval(run.metric, run.scores, count)
@@ -72,7 +85,7 @@ def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
         nothing = np.full_like(run.scores, np.nan)
         return Scores(run.scores, low, high, nothing, nothing, nothing)
     other_low, other_high = interval(run.metric, alone.scores, count)
-    if HIGHER_IS_BETTER[run.metric]:
+    if find(run.metric).higher_is_better:
         gain, down, up = run.scores - alone.scores, run.scores - low, high - run.scores
         other_down, other_up = other_high - alone.scores, alone.scores - other_low
     else:
@@ -85,11 +98,20 @@ def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
 
 
 def interval(metric: str, value: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % interval of a client's metric from its number of scored rows: Wilson's for shares, chi-square for RMSE.
+    """Return the ends of the 95 % interval of each client's metric, from its number of scored rows.
 
-    How far perplexity may be off does not follow from the number of rows: there is none.
+    Wilson's interval for accuracy, the chi-square interval for RMSE. Other metrics have none (NaN): how far they may
+    be off does not follow from the number of rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from coterie.report.gains import interval
+    >>> low, high = interval("accuracy", np.array([0.5]), np.array([100]))
+    >>> low.round(3), high.round(3)
+    (array([0.404]), array([0.596]))
     """
-    if metric == "perplexity":
+    if metric not in ("accuracy", "rmse"):
         return np.full_like(value, np.nan), np.full_like(value, np.nan)
     if metric == "accuracy":
         z2 = 1.959964**2
@@ -103,7 +125,7 @@ def interval(metric: str, value: np.ndarray, rows: np.ndarray) -> tuple[np.ndarr
 
 
 def mean_gain(gain: np.ndarray) -> MeanGain | None:
-    """Over the clients whose gain is known; None if there is none."""
+    """Summarise the gains of the clients that have one; None if no client has."""
     from scipy.special import stdtrit
 
     known = gain[~np.isnan(gain)]

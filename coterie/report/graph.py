@@ -1,4 +1,4 @@
-"""The collaboration map as a graph: clients near those they learn from."""
+"""Draw the collaboration map as a graph: clients are near those they learn from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from coterie.report.facts import RunFacts
 from coterie.report.numbers import count, digits
 from coterie.report.panels import SYMBOLS, Panel, Trace, colour, numbers, plain
 
-NODES = 60  # nodes that can still be told apart
-NEAREST = 3  # strongest links of a node that are drawn
+NODES = 60  # at most this many nodes are drawn; more clients are merged into their groups
+NEAREST = 3  # links drawn per node, the strongest ones
 
 
 def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, similar: bool) -> Panel:
-    """Clients as points near those they learn from; groups of clients where there are many."""
+    """Draw clients, or groups if there are many clients, as points near those they learn from."""
     names, sizes, marks = plain(run.names), np.ones(len(weights)), groups
     if len(weights) > NODES:
         weights, names, sizes, marks = _merged(weights, groups)
@@ -65,7 +65,7 @@ def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, simi
             }
         )
     bare = {"visible": False, "zeroline": False}
-    what = "are most alike" if similar else "learn most from each other"
+    what = "are most similar" if similar else "learn most from each other"
     who = "Every mark is a client" if len(names) == len(run.names) else "Every mark is a group of clients"
     rows = [
         [html.unescape(names[a]), html.unescape(names[b]), digits(float(links[a, b]))] for a, b in edges[:60]
@@ -83,12 +83,13 @@ def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, simi
 
 
 def _short(name: str, most: int = 22) -> str:
+    """Shorten an HTML-escaped name to at most this many characters."""
     text = html.unescape(name)
     return name if len(text) <= most else html.escape(text[: most - 1], quote=False) + "…"
 
 
 def _merged(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
-    """Groups as nodes, at most `NODES` of them, with the mean weights between them."""
+    """Merge clients into at most `NODES` groups: mean weights between them, names, sizes and group numbers."""
     marks, sizes = np.unique(groups, return_counts=True)
     keep = marks[np.argsort(-sizes, kind="stable")[:NODES]]
     member = (groups == keep[:, None]).astype(float)
@@ -99,7 +100,7 @@ def _merged(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, list[s
 
 
 def _strongest(links: np.ndarray) -> list[tuple[int, int]]:
-    """The strongest links of every node, each once, strongest first."""
+    """Return the strongest links of every node, without repetition, strongest first."""
     chosen: dict[tuple[int, int], float] = {}
     for a, row in enumerate(links):
         for b in np.argsort(-row, kind="stable")[:NEAREST]:
@@ -109,7 +110,7 @@ def _strongest(links: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _spread(links: np.ndarray, steps: int = 200) -> np.ndarray:
-    """Places [n, 2] by attraction along links and repulsion of all (Fruchterman and Reingold 1991)."""
+    """Lay out the nodes in the plane [n, 2] by force-directed placement (Fruchterman and Reingold 1991)."""
     n = len(links)
     angle = 2 * math.pi * np.arange(n) / n
     places = np.stack([np.cos(angle), np.sin(angle)], 1)

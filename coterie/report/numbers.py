@@ -1,28 +1,39 @@
-"""Numbers as a reader wants them: shares in per cent, errors in the target's units."""
+"""Format numbers for readers: shares in per cent, errors in the target's units."""
 
 from __future__ import annotations
 
 import math
 
+from coterie.models.metrics import find
+
 
 def show(metric: str, value: float) -> str:
-    """A metric, such as '86.0 %' or '12.3'."""
+    """Format a metric.
+
+    >>> show("accuracy", 0.86), show("rmse", 12.3)
+    ('86.0 %', '12.30')
+    """
     if not math.isfinite(value):
         return "not known"
-    return f"{100 * value:.1f} %" if metric == "accuracy" else digits(value)
+    return f"{100 * value:.1f} %" if find(metric).percent else digits(value)
 
 
 def show_gain(metric: str, value: float, unit: bool = True) -> str:
-    """A difference of metrics with its sign: '+1.2 points' or '−0.31'."""
+    """Format a difference of metrics with its sign.
+
+    >>> show_gain("accuracy", 0.012), show_gain("rmse", -0.31)
+    ('+1.2 points', '−0.3100')
+    """
     if not math.isfinite(value):
         return "not known"
-    points = " points" if metric == "accuracy" and unit else ""
-    text = f"{100 * value:+.1f}" if metric == "accuracy" else ("+" if value > 0 else "") + digits(value)
+    percent = find(metric).percent
+    points = " points" if percent and unit else ""
+    text = f"{100 * value:+.1f}" if percent else ("+" if value > 0 else "") + digits(value)
     return ("0.0" if text in ("+0.0", "-0.0") else text).replace("-", "−") + points
 
 
 def digits(value: float) -> str:
-    """Four significant digits, no exponent for numbers of ordinary size."""
+    """Format a number with four significant digits, without exponent if it is of ordinary size."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "not known"
     if 1e-4 <= abs(value) < 1e9:
@@ -32,7 +43,11 @@ def digits(value: float) -> str:
 
 
 def size(megabytes: float) -> str:
-    """'12 kB', '3.4 MB' or '1.2 GB'."""
+    """Format an amount of data.
+
+    >>> size(0.012), size(3.4), size(1200)
+    ('12 kB', '3.4 MB', '1.2 GB')
+    """
     if megabytes == 0:
         return "nothing"
     for factor, unit in ((1e-3, "GB"), (1.0, "MB"), (1e3, "kB"), (1e6, "bytes")):
@@ -43,12 +58,20 @@ def size(megabytes: float) -> str:
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """'1 client', '4 clients', '1,000 clients'."""
+    """Format a count with its noun.
+
+    >>> count(1, "client"), count(1000, "client")
+    ('1 client', '1,000 clients')
+    """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def listed(names: list[str], most: int = 4) -> str:
-    """'a, b and c', or 'a, b, c and 7 more'."""
+    """Join names into a list.
+
+    >>> listed(["a", "b", "c"]), listed(list("abcdefgh"))
+    ('a, b and c', 'a, b, c and 5 more')
+    """
     if len(names) > most:
         return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

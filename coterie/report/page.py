@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, from the folders of finished runs."""
+"""Write the report: one self-contained HTML file about finished runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,53 @@ from typing import Any
 
 import numpy as np
 
-from coterie.models.metrics import HIGHER_IS_BETTER
-from coterie.report import charts, collaboration, words
+from coterie._core import files
+from coterie.models.metrics import find
+from coterie.report import charts, collaboration, summary
 from coterie.report.differences import heterogeneity
 from coterie.report.facts import RunFacts, read_runs, with_baseline
 from coterie.report.gains import VERDICTS, Scores, mean_gain, scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import Panel, numbers
-from coterie.runs import files
 
 TEMPLATES = Path(__file__).parent / "templates"
 REPORT = "report.html"
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Read the runs and comparisons and write the page, by default into the first folder."""
+    """Write one self-contained page about runs and comparisons.
+
+    Parameters
+    ----------
+    paths
+        Run folders, or folders of `coterie compare --out`. A run of the method `local` on the same rows beside the
+        first one is found by itself and serves as the baseline.
+    out
+        File to write; `report.html` in the first folder if not given.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    RunError
+        If a folder holds no finished run, or the runs have different clients or metrics.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import coterie
+    >>> fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
+    >>> with tempfile.TemporaryDirectory() as runs:
+    ...     for name in ("local", "ditto"):
+    ...         run = coterie.fit(fed, name, rounds=2, out=f"{runs}/{name}")
+    ...     page = coterie.report.write_report([f"{runs}/ditto"])
+    ...     text = page.read_text(encoding="utf-8")
+    >>> page.name, "Who gained, who lost" in text
+    ('report.html', True)
+    """
     folders = [Path(path) for path in paths]
     place = folders[0] / REPORT if out is None else Path(out)
     files.write_text(place, report(folders))
@@ -33,7 +65,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
 
 
 def report(paths: Sequence[Path]) -> str:
-    """The page as text."""
+    """Return the page that `write_report` writes, as text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
@@ -51,14 +83,14 @@ def report(paths: Sequence[Path]) -> str:
 
 
 def contents(paths: Sequence[Path]) -> dict[str, Any]:
-    """Everything the template shows."""
+    """Collect everything the template shows."""
     runs = with_baseline(read_runs(paths))
     main, alone = _main(runs), next((run for run in runs if run.alone), None)
     all_scores = [scores(run, alone) for run in runs]
     main_scores = all_scores[runs.index(main)]
     quality = [charts.gain_chart(main, main_scores), charts.size_chart(runs, all_scores)]
     maps = [
-        (run, collaboration.words(run), collaboration.collaboration(run, str(k)))
+        (run, collaboration.explain(run), collaboration.collaboration(run, str(k)))
         for k, run in enumerate(runs)
     ]
     maps.sort(key=lambda entry: entry[0] is not main)
@@ -73,9 +105,9 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
     panels += [panel for _, _, group in maps for panel in group]
     return {
         "title": _title(runs, main),
-        "headline": words.headline(main, alone, mean_gain(main_scores.gain)),
-        "summary": words.summary(runs, all_scores, main, alone),
-        "glossary": words.GLOSSARY,
+        "headline": summary.headline(main, alone, mean_gain(main_scores.gain)),
+        "summary": summary.sentences(runs, all_scores, main, alone),
+        "glossary": summary.GLOSSARY,
         "main": main,
         "alone": alone,
         "runs": runs,
@@ -84,22 +116,24 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
         "maps": maps,
         "verdicts": VERDICTS,
         "direction": charts.direction(main),
+        "percent": find(main.metric).percent,
         "repeat": [_repeat(run) for run in runs],
         "data": _script_json(_data(runs, all_scores, main, alone, panels)),
     }
 
 
 def _main(runs: Sequence[RunFacts]) -> RunFacts:
-    """The run the summary is about: of a comparison the one validation prefers, else the first that collaborates."""
+    """Return the run the summary is about: the best by validation in a comparison, else the first that collaborates."""
     together = [run for run in runs if not run.alone]
     if not together:
         return runs[0]
     if all(run.seeds > 1 for run in together):
-        return min(together, key=RunFacts.validation_loss)
+        return min(together, key=RunFacts.validation_cost)
     return together[0]
 
 
 def _title(runs: Sequence[RunFacts], main: RunFacts) -> str:
+    """Return the title of the page: the table and the method, or the number of methods."""
     source = Path(str(main.data.get("source", ""))).stem.replace("_", " ")
     what = f"{source}: " if source else ""
     return f"{what}{main.label}" if len(runs) == 1 else f"{what}{len(runs)} methods side by side"
@@ -108,12 +142,12 @@ def _title(runs: Sequence[RunFacts], main: RunFacts) -> str:
 def _side_by_side(
     runs: Sequence[RunFacts], all_scores: Sequence[Scores], main: RunFacts
 ) -> list[dict[str, Any]]:
-    """One line for each run: how well, for whom, at what price."""
+    """Return a row for each run: quality, who gained and lost, and cost."""
     rows = []
     for run, one in zip(runs, all_scores, strict=True):
         gain = mean_gain(one.gain)
         values = run.scores[~np.isnan(run.scores)]
-        best_end = HIGHER_IS_BETTER[run.metric]
+        low, high = (values.min(), values.max()) if len(values) else (np.nan, np.nan)
         interval = (
             ""
             if gain is None or gain.low is None or gain.high is None
@@ -126,7 +160,7 @@ def _side_by_side(
                 "label": run.label,
                 "main": run is main,
                 "mean": show(run.metric, float(values.mean())),
-                "worst": show(run.metric, float(values.min() if best_end else values.max())),
+                "worst": show(run.metric, float(low if find(run.metric).higher_is_better else high)),
                 "improved": "" if gain is None else f"{gain.improved:,}",
                 "harmed": "" if gain is None else f"{gain.harmed:,}",
                 "gain": "" if gain is None else show_gain(run.metric, gain.mean, unit=False),
@@ -140,12 +174,12 @@ def _side_by_side(
 
 
 def _repeat(run: RunFacts) -> dict[str, Any]:
-    """Settings and environment of a run."""
+    """Return what it takes to repeat a run: command, settings and environment."""
     data = {name: value for name, value in run.data.items() if value not in (None, "", [])}
     return {
         "label": run.label,
         "folder": run.folder.name,
-        "command": words.repeat_command(run),
+        "command": summary.repeat_command(run),
         "tables": [
             ("Method", run.config["algorithm"]),
             ("Training", run.config["plan"]),
@@ -166,7 +200,7 @@ def _data(
     alone: RunFacts | None,
     panels: Sequence[Panel],
 ) -> dict[str, Any]:
-    """What the page's script draws the table, the cards and the charts from."""
+    """Return the data from which the page's script draws the table, the cards and the charts."""
     roster = main.roster
     names: list[str] | None = None
     if roster is not None and roster.clusters is not None:
@@ -174,7 +208,8 @@ def _data(
         names = [known[k] for k in roster.clusters]
     return {
         "metric": main.metric,
-        "higher": HIGHER_IS_BETTER[main.metric],
+        "percent": find(main.metric).percent,
+        "higher": find(main.metric).higher_is_better,
         "split": main.split,
         "names": main.names,
         "rows": None if roster is None else roster.rows,
@@ -188,6 +223,7 @@ def _data(
 
 
 def _columns(run: RunFacts, one: Scores) -> dict[str, Any]:
+    """Return what the table of clients shows of one run."""
     found = run.observed("cluster")
     groups = next(reversed(found.values())) if found else None
     return {
@@ -206,7 +242,7 @@ def _columns(run: RunFacts, one: Scores) -> dict[str, Any]:
 
 
 def _script_json(value: Any) -> Any:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that is safe inside a script element."""
     from markupsafe import Markup
 
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -216,7 +252,7 @@ def _script_json(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for what is not a number of JSON."""
+    """Replace NaN and infinities, which JSON has not, by None."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

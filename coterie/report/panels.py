@@ -1,4 +1,4 @@
-"""A chart of the report: plotly traces whose colours are names, words for it, and the same as a table."""
+"""One chart of the report: plotly traces with colours by name, a caption, and the numbers as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross", "
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `rows` is what a reader without the picture gets."""
+    """One figure of the report; `headers` and `rows` hold its numbers for readers who cannot see the picture."""
 
     key: str
     title: str
@@ -31,29 +31,32 @@ class Panel:
     height: int = 360
 
     def json(self) -> dict[str, Any]:
+        """Return what the page's script draws."""
         return {"data": self.data, "layout": self.layout, "height": self.height}
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return a plotly axis with this title."""
     return {"title": {"text": title}, "automargin": True, **more}
 
 
 def colour(k: int) -> str:
+    """Return the name of the k-th colour of the page's theme."""
     return f"$c{k % COLOURS}"
 
 
 def plain(names: Sequence[str]) -> list[str]:
-    """Names as plotly's text shows them unchanged; it reads tags otherwise."""
+    """Escape names so that plotly, which interprets HTML tags, shows them unchanged."""
     return [html.escape(str(name), quote=False) for name in names]
 
 
 def numbers(values: Sequence[float] | np.ndarray, places: int = 5) -> list[float | None]:
-    """For JSON: that many significant digits, null where there is no number."""
+    """Round to this many significant digits for JSON; None for what is not finite."""
     return [float(f"{value:.{places}g}") if np.isfinite(value) else None for value in np.asarray(values)]
 
 
 def line(k: int, x: Sequence[Any], y: Sequence[Any], name: str, **more: Any) -> Trace:
-    """A line told apart by colour, dash and marker."""
+    """Return the k-th line of a chart, with its own colour, dash and marker."""
     return {
         "type": "scatter",
         "mode": "lines+markers",

@@ -1,4 +1,4 @@
-"""Line plots as web pages."""
+"""Line plots saved as web pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.runs import files
+from coterie._core import files
 
 SCRIPT = "plotly.min.js"
 
@@ -19,7 +19,28 @@ def line_plot(
     y: str = "",
     log: bool = False,
 ) -> Any:
-    """A plotly figure with a line for each name; values that a logarithmic axis cannot show are left out."""
+    """Plot one line per name; a logarithmic axis leaves out values that are not positive.
+
+    Parameters
+    ----------
+    curves
+        Horizontal and vertical values by name; None leaves a gap.
+    title, x, y
+        Titles of the plot and its axes.
+    log
+        Whether the vertical axis is logarithmic.
+
+    Returns
+    -------
+    plotly.graph_objects.Figure
+
+    Examples
+    --------
+    >>> from coterie.report.plots import line_plot
+    >>> figure = line_plot({"ditto": ([1, 2, 3], [0.9, 0.5, 0.4])}, y="loss")
+    >>> len(figure.data)
+    1
+    """
     import plotly.graph_objects as graph
 
     figure = graph.Figure()
@@ -33,7 +54,7 @@ def line_plot(
 
 
 def panel_plot(title: str, panels: Sequence[Mapping[str, Any]]) -> Any:
-    """Plots with the same lines two abreast; a panel has `x`, `y`, `log` and `curves`, as in `line_plot`."""
+    """Draw plots in two columns with a common legend; a panel has `x`, `y`, `log` and `curves` of `line_plot`."""
     from plotly.colors import qualitative
     from plotly.subplots import make_subplots
 
@@ -53,7 +74,7 @@ def panel_plot(title: str, panels: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def save_plot(path: Path, figure: Any) -> None:
-    """Write a page and, unless it is there already, plotly's script beside it."""
+    """Write the figure as a web page, and plotly's script beside it if it is not there."""
     from plotly.offline import get_plotlyjs
 
     script = path.with_name(SCRIPT)

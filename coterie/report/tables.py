@@ -1,4 +1,4 @@
-"""Results as tables for the terminal, and as JSON values."""
+"""Format results as tables for the terminal and as JSON values."""
 
 from __future__ import annotations
 
@@ -14,40 +14,57 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.data.column_types import some
-from coterie.models.metrics import HIGHER_IS_BETTER, main_metric
+from coterie.models.metrics import find, main_metric
 
 if TYPE_CHECKING:
     import polars
 
     from coterie.algorithms.base import Algorithm
-    from coterie.runs.adapt import Adapted
-    from coterie.runs.compare import Comparison
-    from coterie.runs.run import Run
-    from coterie.runs.search import Search
+    from coterie.select.compare import Comparison
+    from coterie.select.tune import Search
+    from coterie.train.adapt import Adapted
+    from coterie.train.run import Run
 
-LEGEND = "improved, harmed and gain are against local; bold is what validation chose"
+LEGEND = "improved, harmed and gain are relative to local; bold: chosen by validation"
 
 Column = tuple[str, list[str]]
 
 
 def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
-    """One line per method: how well, for whom, at what price. Two tables where one would not fit."""
+    """Return the table of a comparison, or two tables if one would be too wide.
+
+    Parameters
+    ----------
+    comparison
+        What `coterie.compare` returned.
+    width
+        Columns of the terminal.
+
+    Returns
+    -------
+    list of rich.table.Table
+        A row per method: quality, clients improved and harmed, and cost.
+    """
     title = f"Test {comparison.metric} over {comparison.clients} clients ({direction(comparison.metric)})"
     method: Column = ("method", [row["algorithm"] for row in comparison.rows])
     quality, quartiles, price = _quality(comparison), _quartiles(comparison), _price(comparison.rows)
     best = method[1].index(comparison.chosen())
-    whole = _numbers(title, method, [*quality[:2], quartiles, *quality[2:], *price], best, LEGEND)
+    whole = _number_table(title, method, [*quality[:2], quartiles, *quality[2:], *price], best, LEGEND)
     if Console(width=1000).measure(whole).maximum <= width:
         return [whole]
-    return [_numbers(title, method, quality, best, LEGEND), _numbers("", method, [quartiles, *price], best)]
+    return [
+        _number_table(title, method, quality, best, LEGEND),
+        _number_table("", method, [quartiles, *price], best),
+    ]
 
 
 def direction(metric: str) -> str:
-    """Which way the metric is better, in words."""
-    return "higher is better" if HIGHER_IS_BETTER[metric] else "lower is better"
+    """Return "higher is better" or "lower is better"."""
+    return find(metric).direction
 
 
 def _quality(comparison: Comparison) -> list[Column]:
+    """Return the columns about the metric and the gain over training alone."""
     rows, show = comparison.rows, _format(comparison)
     alone = [row["algorithm"] == "local" for row in rows]
     pairs = list(zip(rows, alone, strict=True))
@@ -61,12 +78,14 @@ def _quality(comparison: Comparison) -> list[Column]:
 
 
 def _interval(row: dict[str, Any], show: _Decimals) -> str:
+    """Format the 95 % interval of the mean gain; empty if unknown."""
     if row["gain_low"] is None:
         return ""
     return f"{show(row['gain_low'], '+')} … {show(row['gain_high'], '+')}"
 
 
 def _quartiles(comparison: Comparison) -> Column:
+    """Return the column with the quartiles over clients."""
     show = _format(comparison)
     return (
         "quartiles",
@@ -75,6 +94,7 @@ def _quartiles(comparison: Comparison) -> Column:
 
 
 def _price(rows: list[dict[str, Any]]) -> list[Column]:
+    """Return the columns about rounds, traffic and time."""
     return [
         ("rounds", [f"{row['rounds']:.0f}" for row in rows]),
         ("MB up", [f"{row['mb_up']:.3f}" for row in rows]),
@@ -84,20 +104,21 @@ def _price(rows: list[dict[str, Any]]) -> list[Column]:
 
 
 def _format(comparison: Comparison) -> _Decimals:
+    """Return the number format of a comparison's metric."""
     return _Decimals.for_metric(comparison.metric, (row["mean"] for row in comparison.rows))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Decimals:
-    """Numbers of one kind with equally many decimals; a number too long for that in short form."""
+    """Format numbers with the same number of decimals; very long ones with three significant digits."""
 
     places: int
 
     @classmethod
     def for_metric(cls, metric: str, values: Iterable[float]) -> _Decimals:
-        """Three decimals for shares; else four digits or more of a typical value."""
+        """Use three decimals for accuracy, else enough for four digits of a typical value."""
         sizes = [abs(value) for value in values if value and math.isfinite(value)]
-        if metric == "accuracy" or not sizes:
+        if find(metric).percent or not sizes:
             return cls(3)
         return cls(min(max(3 - math.floor(math.log10(statistics.median(sizes))), 0), 8))
 
@@ -109,27 +130,40 @@ class _Decimals:
 
 
 def run_table(run: Run, most: int = 20) -> Table:
-    """The metric of each client's deployed model; the middle is left out when there are many clients."""
+    """Return a table of the metric of every client's deployed model.
+
+    Parameters
+    ----------
+    run
+        What `coterie.fit` returned.
+    most
+        Clients listed; with more, the middle ones are left out.
+
+    Returns
+    -------
+    rich.table.Table
+    """
     split, metric, scores = _scores(run)
     show = _Decimals.for_metric(metric, scores)
     title = f"{run.algorithm.name}, models of round {run.deployed_round}: {split} {metric}"
-    title += f" ({direction(metric)}), mean {show(_mean(run, split, scores))}"
+    title += f" ({direction(metric)}), mean {show(_mean(run, split, metric, scores))}"
     shown: list[int | None] = list(range(run.fed.n))
     if run.fed.n > most:
         shown = [*range(most // 2), None, *range(run.fed.n - most // 2, run.fed.n)]
     sizes, scored = run.fed.rows["train"].tolist(), run.fed.rows[split].tolist()
-    lines = [
-        ("…", "…", "…")
-        if k is None
-        else (run.fed.names[k], str(sizes[k]), show(scores[k]) if scored[k] else "no rows")
-        for k in shown
-    ]
+
+    def value(k: int) -> str:
+        if not scored[k]:
+            return "no rows"
+        return "not defined" if math.isnan(scores[k]) and find(metric).undefined else show(scores[k])
+
+    lines = [("…", "…", "…") if k is None else (run.fed.names[k], str(sizes[k]), value(k)) for k in shown]
     clients, rows, values = (list(column) for column in zip(*lines, strict=True))
-    return _numbers(title, ("client", clients), [("training rows", rows), (metric, values)])
+    return _number_table(title, ("client", clients), [("training rows", rows), (metric, values)])
 
 
 def run_summary(run: Run) -> dict[str, Any]:
-    """What `fit --json` and `resume --json` write."""
+    """Return what `coterie fit --json` and `coterie resume --json` write."""
     split, metric, scores = _scores(run)
     return {
         "algorithm": run.algorithm.name,
@@ -137,7 +171,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "rounds": run.rounds,
         "deployed_round": run.deployed_round,
         "metric": f"{split} {metric} ({direction(metric)})",
-        "mean": _finite(_mean(run, split, scores)),
+        "mean": _finite(_mean(run, split, metric, scores)),
         "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
         "observed": {name: _finite(value) for name, value in _observed(run).items()},
         "seconds": run.seconds,
@@ -146,50 +180,53 @@ def run_summary(run: Run) -> dict[str, Any]:
 
 
 def _scores(run: Run) -> tuple[str, str, list[float]]:
-    """The most honest split there is, the task's metric, and its value for each client."""
-    metric = main_metric(run.fed.model.task)
+    """Return the split (test if there is one), the run's metric, and its value for each client."""
+    metric = run.metric or main_metric(run.fed.model.task).name
     split = next(split for split in ("test", "validation", "train") if run.fed.has_rows(split))
     return split, metric, run.score(split, metric).tolist()
 
 
-def _mean(run: Run, split: str, scores: Sequence[float]) -> float:
-    """Over the clients that have rows in the split."""
+def _mean(run: Run, split: str, metric: str, scores: Sequence[float]) -> float:
+    """Average over the clients that have rows in the split and for which the metric is defined."""
     known = [score for score, size in zip(scores, run.fed.rows[split].tolist(), strict=True) if size]
-    return sum(known) / len(known)
+    if find(metric).undefined:
+        known = [score for score in known if not math.isnan(score)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _finite(value: float) -> float | None:
+    """Replace NaN and infinities, which JSON has not, by None."""
     return value if math.isfinite(value) else None
 
 
 def run_notes(run: Run) -> list[str]:
-    """Notes on answers that could not be used and rounds in which nobody answered."""
+    """Return notes on replies that could not be used, lost rounds, and what the method recorded last."""
     notes = []
     wild = [(t, name) for t, name, why in run.left_out if "not finite" in why]
     missed = [(t, name) for t, name, why in run.left_out if "not finite" not in why]
     if wild:
         notes.append(
-            f"{len(wild)} answers, from round {wild[0][0]} on, were not finite and were left "
+            f"{len(wild)} replies, from round {wild[0][0]} on, were not finite and were left "
             f"out ({some(dict.fromkeys(name for _, name in wild))}). A smaller step size may help."
         )
     if missed:
         notes.append(
-            f"{len(missed)} answers, from round {missed[0][0]} on, did not come or could not be used "
+            f"{len(missed)} replies, from round {missed[0][0]} on, did not come or could not be used "
             f"({some(dict.fromkeys(name for _, name in missed))})."
         )
     if run.lost_rounds:
-        notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because nobody answered.")
+        notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because no client replied.")
     seen = _observed(run)
     if seen:
         values = ", ".join(f"{name} {value:.3g}" for name, value in seen.items())
         notes.append(
-            f"After round {run.rounds} {run.algorithm.name} saw {values}; see metrics for each round."
+            f"After round {run.rounds} {run.algorithm.name} recorded {values}; metrics.parquet has every round."
         )
     return notes
 
 
 def _observed(run: Run) -> dict[str, float]:
-    """Single numbers the algorithm shows of its last state, such as how many clusters it found and how pure."""
+    """Return the scalars recorded after the last round, such as the number and purity of clusters."""
     return {
         metric: float(value)
         for t, split, metric, value in run.history.blocks
@@ -198,37 +235,38 @@ def _observed(run: Run) -> dict[str, float]:
 
 
 def adapted_table(found: Adapted) -> Table:
-    """Newcomers: their model beside the common one and one trained alone, on their own test rows."""
+    """Return a table of new clients: test scores of their model, the common one, and one trained alone."""
     show = _Decimals.for_metric(found.metric, found.scores["common"])
-    title = f"Newcomers, test {found.metric} ({direction(found.metric)})"
+    title = f"New clients, test {found.metric} ({direction(found.metric)})"
     columns: list[Column] = [("training rows", [str(rows) for rows in found.rows["train"]])]
     for name, values in found.scores.items():
         columns.append((name, ["no rows" if math.isnan(value) else show(value) for value in values]))
-    return _numbers(title, ("client", found.names), [*columns, ("how", found.how)])
+    return _number_table(title, ("client", found.names), [*columns, ("how", found.how)])
 
 
 def search_table(found: Search, most: int = 10) -> Table:
-    """The best trials of a search."""
-    names = list(found.trials[0]["settings"])
+    """Return a table of the best trials of a hyperparameter search."""
+    names, score = list(found.trials[0]["settings"]), f"validation_{found.metric}"
     rows = [
         [
             str(trial["number"]),
-            "" if trial["validation_loss"] is None else f"{trial['validation_loss']:.4f}",
+            "" if trial[score] is None else f"{trial[score]:.4f}",
             trial["state"],
             *(_setting(trial["settings"].get(name)) for name in names),
         ]
         for trial in found.trials[:most]
     ]
-    title = _some(f"{found.algorithm.name}: mean validation loss over clients", found.trials, most)
-    return _words(title, ["trial", "validation loss", "", *names], rows)
+    title = _some(f"{found.algorithm.name}: mean validation {found.metric} over clients", found.trials, most)
+    return _text_table(title, ["trial", f"validation {found.metric}", "", *names], rows)
 
 
 def _setting(value: Any) -> str:
+    """Format the value of a hyperparameter."""
     return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def prediction_notes(predictions: polars.DataFrame, client: str) -> list[str]:
-    """A note on the clients that the common model answered for."""
+    """Return a note that names the clients predicted by the common model, if any."""
     rows = predictions.filter(predictions["warning"].is_not_null())
     names = rows[client].unique(maintain_order=True).to_list()
     who = f"{len(names)} client(s) not seen in training, {some(names)}"
@@ -236,7 +274,7 @@ def prediction_notes(predictions: polars.DataFrame, client: str) -> list[str]:
 
 
 def describe_algorithm(cls: type[Algorithm]) -> dict[str, Any]:
-    """Name, one-line summary and hyperparameters, as JSON values."""
+    """Return name, one-line summary and hyperparameters of a method as JSON values."""
     return {
         "name": cls.name,
         "class": cls.__name__,
@@ -250,21 +288,23 @@ def describe_algorithm(cls: type[Algorithm]) -> dict[str, Any]:
 
 
 def algorithms_table(classes: Sequence[type[Algorithm]]) -> Table:
+    """Return a table of methods with their one-line summaries."""
     rows = [(cls.name, _summary(cls)) for cls in classes]
-    return _words("Methods", ("name", "what it does"), rows)
+    return _text_table("Methods", ("name", "what it does"), rows)
 
 
 def algorithm_page(cls: type[Algorithm]) -> list[str | Table]:
-    """The docstring and the hyperparameters of one method."""
+    """Return the docstring of a method and a table of its hyperparameters."""
     rows = [
         (field.name, str(field.default), _allowed(field.metadata), field.metadata.get("help", ""))
         for field in dataclasses.fields(cls)
     ]
     headers = ("hyperparameter", "default", "range", "meaning")
-    return [f"{cls.name}\n\n{inspect.getdoc(cls)}\n", _words("", headers, rows)]
+    return [f"{cls.name}\n\n{inspect.getdoc(cls)}\n", _text_table("", headers, rows)]
 
 
 def _allowed(limits: Any) -> str:
+    """Format the allowed values of a hyperparameter."""
     if limits.get("options"):
         return ", ".join(limits["options"])
     signs = (("low", "≥"), ("above", ">"), ("high", "≤"))
@@ -272,15 +312,17 @@ def _allowed(limits: Any) -> str:
 
 
 def _summary(cls: type[Algorithm]) -> str:
+    """Return the first line of a method's docstring."""
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
 def experiments_table(found: list[tuple[str, str]]) -> Table:
-    return _words("Experiments", ("name", "what it repeats"), found)
+    """Return a table of experiments with their titles."""
+    return _text_table("Experiments", ("name", "what it reproduces"), found)
 
 
 def description_tables(description: dict[str, Any], most: int = 30) -> list[str | Table]:
-    """What `coterie data describe` prints: a summary line, columns, clients."""
+    """Return what `coterie data describe` prints: a summary line, columns and clients."""
     sizes = description["client_sizes"]
     summary = (
         f"{description['rows']} rows of {description['clients']} clients "
@@ -297,16 +339,18 @@ def description_tables(description: dict[str, Any], most: int = 30) -> list[str 
     ]
     return [
         summary,
-        _words(_some("Columns", columns, most), ("column", "kind", "missing", "values"), columns[:most]),
-        _words(_some("Clients", clients, most), ("client", "rows", "missing", "target"), clients[:most]),
+        _text_table(_some("Columns", columns, most), ("column", "kind", "missing", "values"), columns[:most]),
+        _text_table(_some("Clients", clients, most), ("client", "rows", "missing", "target"), clients[:most]),
     ]
 
 
 def _some(title: str, rows: Sequence[Any], most: int) -> str:
+    """Add to a title how many rows are shown, if not all are."""
     return title if len(rows) <= most else f"{title} (first {most} of {len(rows)})"
 
 
 def _values(column: dict[str, Any], most: int = 5) -> str:
+    """Describe the values of a column: mean and standard deviation, or its levels."""
     if column["kind"] == "numeric":
         return f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
     levels = column["levels"]
@@ -314,7 +358,7 @@ def _values(column: dict[str, Any], most: int = 5) -> str:
 
 
 def _target(client: dict[str, Any], most: int = 4) -> str:
-    """The mean of a client's target, or its commonest classes."""
+    """Describe a client's target: its mean, or its most frequent classes."""
     if "target_mean" in client:
         return f"mean {_short(client['target_mean'])}"
     shares = sorted(client["class_shares"].items(), key=lambda pair: -pair[1])
@@ -326,17 +370,19 @@ def _target(client: dict[str, Any], most: int = 4) -> str:
 
 
 def _short(value: float) -> str:
+    """Format a number with four significant digits, large ones without exponent."""
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e10 else f"{value:.4g}"
 
 
 def _percent(share: float) -> str:
+    """Format a share in per cent."""
     return f"{100 * share:.1f} %"
 
 
-def _numbers(
+def _number_table(
     title: str, first: Column, columns: Sequence[Column], best: int | None = None, legend: str | None = None
 ) -> Table:
-    """A column of names and columns of numbers, which are never cut."""
+    """Return a table of one column of names and columns of numbers, which are never truncated."""
     table = Table(title=Text(title) if title else None, caption=legend)
     table.add_column(first[0], overflow="fold", min_width=min(max(map(len, first[1])), 12))
     for header, cells in columns:
@@ -348,8 +394,8 @@ def _numbers(
     return table
 
 
-def _words(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Columns of text, folded where they are too wide."""
+def _text_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of text, folded where it is too wide."""
     table = Table(title=Text(title) if title else None)
     for header in headers:
         table.add_column(header, overflow="fold")

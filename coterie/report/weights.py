@@ -1,4 +1,4 @@
-"""Weights between clients over the rounds: a heat map in cluster order under a slider, and how near the truth."""
+"""Plot the weights between clients round by round, and how close they come to the known clusters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from coterie.report.panels import plain
 from coterie.report.plots import save_plot
-from coterie.runs.history import History
+from coterie.train.history import History
 
-CELLS = 100  # rows and columns that can still be told apart; larger matrices are averaged over blocks
+CELLS = 100  # largest matrix drawn cell by cell; larger ones are averaged over blocks
 CURVES = {"recovery": "recovery", "inside": "mean weight inside clusters", "between": "mean weight between"}
 Curve = tuple[Sequence[float], Sequence[float | None]]
 
@@ -26,11 +26,29 @@ def weights_plot(
     names: Sequence[str],
     curves: Mapping[str, Curve],
 ) -> Any:
-    """A figure with the matrix of every recorded round under a slider, and curves beside it."""
+    """Draw the matrix of every recorded round with a slider, and curves beside it.
+
+    Parameters
+    ----------
+    title
+        Title of the figure.
+    rounds, matrices
+        Recorded rounds and the weights [n, n] after each.
+    names
+        Clients, or groups of clients, in the order of the matrices.
+    curves
+        Rounds and values by name.
+
+    Returns
+    -------
+    plotly.graph_objects.Figure
+    """
     import plotly.graph_objects as graph
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(1, 2, subplot_titles=["who is pulled (row) to whom (column)", "over the rounds"])
+    figure = make_subplots(
+        1, 2, subplot_titles=["client (row) is pulled towards client (column)", "over the rounds"]
+    )
     largest = max((value for matrix in matrices for row in matrix for value in row), default=1.0) or 1.0
     for k, matrix in enumerate(matrices):
         heat = graph.Heatmap(
@@ -62,7 +80,22 @@ def weights_plot(
 def weights_of(
     history: History, names: Sequence[str], clusters: Tensor | None, title: str = "Weights between clients"
 ) -> dict[str, Any] | None:
-    """What `weights_plot` takes, from what a run recorded; None where it recorded no weights."""
+    """Collect the arguments of `weights_plot` from the history of a run.
+
+    Parameters
+    ----------
+    history
+        `run.history` of a method that records weights, such as CoBo.
+    names, clusters
+        Clients, and their known clusters, by which the matrix is ordered.
+    title
+        Title of the figure.
+
+    Returns
+    -------
+    dict or None
+        None if the run recorded no weights.
+    """
     recorded = [
         (t, value) for t, split, name, value in history.blocks if (split, name) == ("server", "weights")
     ]
@@ -88,7 +121,7 @@ def weights_of(
 def save_weights(
     path: Path, history: History, names: Sequence[str], clusters: Tensor | None, title: str
 ) -> bool:
-    """Write the page, where weights were recorded; whether it was written."""
+    """Write the page of `weights_plot` if the run recorded weights; return whether it did."""
     found = weights_of(history, names, clusters, title)
     if found is not None:
         save_plot(path, weights_plot(**found))
@@ -96,7 +129,7 @@ def save_weights(
 
 
 def _shown(matrix: Tensor) -> list[list[float]]:
-    """At most CELLS rows and columns, three digits."""
+    """Average to at most CELLS rows and columns, and round to three digits."""
     if len(matrix) > CELLS:
         matrix = torch.nn.functional.adaptive_avg_pool2d(matrix[None, None], CELLS)[0, 0]
     return [[round(value, 3) for value in row] for row in matrix.tolist()]

@@ -1,0 +1,12 @@
+"""Theory as functions of numbers: what the papers prove, with misprints corrected.
+
+- `risk`, `filters`, `monte_carlo`: risks of personalised linear models, predicted, exact and simulated; `ridge_limits`,
+  `learned_centre`, `spectrum`: the terms that predictions consist of.
+- `cluster_penalty`, `hierarchical`, `variance_components`, `coins`: penalty, exact minimisers and step sizes for known
+  clusters; `linear_estimators`: exact estimators to compare with.
+- `threshold`, `threshold_rules`, `threshold_starts`, `cluster_count`, `cluster_quality`: finding clusters, and how good
+  they are.
+- `collaboration`, `simplex`, `sketch`, `groups`: weights between clients, projections, sums by cluster.
+- `flix`, `flix_rounds`: constants and step sizes of FLIX; its rates, rounds and budgets.
+- `held_out`, `left_out`: errors predicted from training rows alone, for the advisor.
+"""

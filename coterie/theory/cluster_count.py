@@ -1,4 +1,4 @@
-"""How many clusters there are: silhouettes of K-means, held against clouds without clusters."""
+"""Estimate how many clusters there are: silhouettes of K-means, compared with clouds that have no clusters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.federation.randomness import key, normal, slots
-from coterie.theory.threshold import few_threads, seed_weights
+from coterie._core.randomness import key, normal, slots
+from coterie.theory.threshold_starts import few_threads, seed_weights
 
 DRAWS = 5  # clouds without clusters that every number of clusters is held against
 MARGIN = 0.1  # by which the silhouette must exceed the best of theirs
@@ -17,13 +17,36 @@ FAR = 5.0  # times the median distance from the median: left out
 
 
 def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:
-    """A guess at the number of clusters of points [N, d]; 1 if no partition stands out.
+    """Guess the number of clusters of points; 1 if no partition stands out.
 
     K clusters differ in K - 1 directions at most. So for K = 2..most the mean silhouette of K-means is taken in the
     first K - 1 principal components, where noise in many dimensions does not drown it, less the mean silhouette of
     Gaussian clouds with the same variances there (a gap statistic: Tibshirani, Walther, Hastie 2001). The largest
     difference wins if the silhouette also exceeds the best of those clouds by 0.1. Partitions with a part below a
     quarter of an equal share do not count.
+
+    Parameters
+    ----------
+    points
+        Points, [N, d]; those that are not finite or lie far away are left out.
+    most
+        Largest number of clusters to try.
+    seed
+        Seed of K-means++ and of the clouds.
+
+    Returns
+    -------
+    int
+        The number of clusters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.cluster_count import estimate_clusters
+    >>> draw = torch.Generator().manual_seed(0)
+    >>> centres = torch.tensor([[0.0, 0.0], [9.0, 0.0], [0.0, 9.0]]).repeat(20, 1)
+    >>> estimate_clusters(centres + torch.randn(60, 2, generator=draw))
+    3
     """
     points = torch.as_tensor(points)
     points = points[torch.isfinite(points).all(1)].double()
@@ -50,7 +73,7 @@ def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:
 
 
 def _silhouette(points: Tensor, k: int, seed: int) -> tuple[float, int]:
-    """Mean silhouette of K-means with k centres, and the size of the smallest part."""
+    """Return the mean silhouette of K-means with k centres, and the size of the smallest part."""
     from sklearn.metrics import silhouette_score
 
     weights = seed_weights(points, k, lloyd=10, tries=3, seed=seed)

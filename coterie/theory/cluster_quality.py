@@ -1,4 +1,4 @@
-"""How good found clusters are where the true ones are known, and labels that mean the same in every round."""
+"""How good found clusters are where the true ones are known, and labels that keep their meaning between rounds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from torch import Tensor
 
 
 def cluster_quality(labels: Tensor, truth: Tensor | None) -> dict[str, Tensor]:
-    """What `observe` records: cluster [n] (NaN where unknown), clusters_found, and against the truth ari, purity.
+    """Compare found clusters with the true ones.
 
-    ari is the adjusted Rand index (1: the same partition, 0: no better than chance); purity is the share of
-    clients in the majority of their found cluster. Both look only at clients that have a cluster.
+    Parameters
+    ----------
+    labels
+        Found cluster of each client, [n]; negative where there is none.
+    truth
+        True cluster of each client, [n], or None.
+
+    Returns
+    -------
+    dict of Tensor
+        `cluster` [n] (NaN where there is none), `clusters_found` and, if the truth is known, `ari`, the adjusted Rand
+        index (1: the same partition, 0: no better than chance), and `purity`, the share of clients in the majority of
+        their found cluster. Both ignore clients without a cluster.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.cluster_quality import cluster_quality
+    >>> found = cluster_quality(torch.tensor([1, 1, 0, 0]), torch.tensor([0, 0, 1, 0]))
+    >>> found["clusters_found"].item(), found["purity"].item()
+    (2.0, 0.75)
     """
     labels = labels.detach().cpu()
     known = labels >= 0
@@ -30,7 +49,29 @@ def cluster_quality(labels: Tensor, truth: Tensor | None) -> dict[str, Tensor]:
 
 
 def align_labels(labels: Tensor, before: Tensor, k: int) -> Tensor:
-    """Found labels 0..k-1 renamed so that they agree with those of the round before as often as possible."""
+    """Rename found labels so that they agree with those of the round before as often as possible.
+
+    Parameters
+    ----------
+    labels
+        Found labels, [n], 0..k-1, or negative for none.
+    before
+        Labels of the round before, [n].
+    k
+        Number of labels.
+
+    Returns
+    -------
+    Tensor
+        Renamed labels, [n].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.cluster_quality import align_labels
+    >>> align_labels(torch.tensor([1, 1, 0]), torch.tensor([0, 0, 1]), k=2).tolist()
+    [0, 0, 1]
+    """
     from scipy.optimize import linear_sum_assignment
 
     both = (labels >= 0) & (before >= 0) & (before < k)
@@ -44,7 +85,25 @@ def align_labels(labels: Tensor, before: Tensor, k: int) -> Tensor:
 
 
 def linked_groups(links: Tensor) -> Tensor:
-    """Labels [n] of groups of clients that are linked both ways, links [n, n] saying who takes in whom."""
+    """Return the groups of clients that are linked both ways, as labels [n].
+
+    Parameters
+    ----------
+    links
+        links[i, j]: whether client i uses the model of client j, bool [n, n].
+
+    Returns
+    -------
+    Tensor
+        Group of each client, int64 [n].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.cluster_quality import linked_groups
+    >>> linked_groups(torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 1]], dtype=torch.bool)).tolist()
+    [0, 0, 1]
+    """
     from scipy.sparse.csgraph import connected_components
 
     mutual = (links & links.T).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Coins of the asynchronous methods for known clusters: who communicates when, and the step sizes that follow.
+"""Coins of the asynchronous methods for known clusters: who communicates when, and the resulting step sizes.
 
 Lyu, Hanzely, Kolar (2022), sections 3 and 4. Numbers per cluster are [k, 1].
 """
@@ -10,15 +10,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.errors import SettingError
-from coterie.theory.hierarchical import Penalty, column
+from coterie._core.errors import SettingError
+from coterie.theory.cluster_penalty import Penalty, column
 
 
 @dataclass(frozen=True)
 class Coins:
-    """With probability p0 all clusters talk; else cluster j talks inside with p_j; else clients step alone.
+    """Probabilities of communication: all clusters with p0; else cluster j inside with p_j; else clients step alone.
 
-    tau_j is the share of the pull to the cluster's centre that is applied when all talk.
+    Parameters
+    ----------
+    p0
+        Probability that all clusters communicate.
+    p
+        Probability that each cluster communicates inside, given that not all do, [k, 1].
+    tau
+        Share of the penalty to the cluster's centre that is applied when all communicate, [k, 1].
+
+    Examples
+    --------
+    >>> from coterie.theory.coins import Coins
+    >>> from coterie.theory.cluster_penalty import Penalty
+    >>> coins = Coins.of(Penalty.of([0, 0, 1], gamma=1.0, alpha=0.5), p0=0.2, p=0.3)
+    >>> coins.expected_counts(100)["global"], coins.tau.flatten().round(decimals=3).tolist()
+    (20.0, [0.294, 0.294])
     """
 
     p0: float
@@ -33,7 +48,29 @@ class Coins:
         p: float | tuple[float, ...],
         tau: float | tuple[float, ...] | None = None,
     ) -> Coins:
-        """Checked against the penalty: no branch that is needed may have probability zero."""
+        """Return coins checked against the penalty: no branch that it needs may have probability zero.
+
+        Parameters
+        ----------
+        penalty
+            The penalty.
+        p0
+            Probability that all clusters communicate.
+        p
+            Probability that a cluster communicates inside: one number, or one per cluster.
+        tau
+            Share of the penalty applied when all communicate, by default `balanced_share`.
+
+        Returns
+        -------
+        Coins
+            The coins.
+
+        Raises
+        ------
+        SettingError
+            If a probability is out of range, or part of the penalty would never be applied.
+        """
         k, alpha = len(penalty.alpha), penalty.alpha
         inside = column("p", p, k, alpha.device)
         if not 0 <= p0 < 1:
@@ -51,18 +88,31 @@ class Coins:
         never = (alpha < 1) & torch.where(share < 1, inside == 0, False)
         if bool(never.any()):
             raise SettingError(
-                f"cluster {int(never.flatten().nonzero()[0])} never talks inside (p = 0) but leaves part of its pull "
-                "to that (tau below 1); choose p above 0 or tau = 1"
+                f"cluster {int(never.flatten().nonzero()[0])} never talks inside (p = 0) but leaves part of its "
+                "penalty to that (tau below 1); choose p above 0 or tau = 1"
             )
         if p0 == 0 and bool((share > 0).any()):
             raise SettingError(
-                "p0 = 0, but tau leaves part of the pull to rounds of all clusters; choose tau = 0"
+                "p0 = 0, but tau leaves part of the penalty to rounds of all clusters; choose tau = 0"
             )
         return cls(p0, inside, share)
 
     @classmethod
     def best(cls, penalty: Penalty, smoothness: float) -> Coins:
-        """The probabilities with the smallest expected smoothness, for losses of this smoothness."""
+        """Return the probabilities with the smallest expected smoothness.
+
+        Parameters
+        ----------
+        penalty
+            The penalty.
+        smoothness
+            Smoothness of the clients' losses.
+
+        Returns
+        -------
+        Coins
+            The coins.
+        """
         far, near = strengths(penalty)
         if not smoothness > 0:
             raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
@@ -73,23 +123,36 @@ class Coins:
 
     @classmethod
     def best_one(cls, penalty: Penalty, smoothness: float) -> Coins:
-        """The same with one coin for everybody: p_j = 0 and tau = 1."""
+        """Return the best probability with a single coin for all clusters: p_j = 0 and tau = 1.
+
+        Parameters
+        ----------
+        penalty
+            The penalty.
+        smoothness
+            Smoothness of the clients' losses.
+
+        Returns
+        -------
+        Coins
+            The coins.
+        """
         if not smoothness > 0:
             raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
         strongest = max(strengths(penalty))
         return cls.of(penalty, 2 * strongest / (2 * strongest + smoothness), 0.0)
 
     def far(self, penalty: Penalty) -> Tensor:
-        """Strength of the pull to the common centre when all talk, per client [n, 1]."""
+        """Return the strength of the term to the common centre when all communicate, per client [n, 1]."""
         return _divided(penalty.gamma * penalty.alpha[penalty.clusters], self.p0)
 
     def near(self, penalty: Penalty) -> Tensor:
-        """Strength of the pull to the cluster's centre when all talk, per client [n, 1]."""
+        """Return the strength of the term to the cluster's centre when all communicate, per client [n, 1]."""
         share = (self.tau * (1 - penalty.alpha))[penalty.clusters]
         return _divided(penalty.gamma * share, self.p0)
 
     def inside(self, penalty: Penalty) -> Tensor:
-        """Strength of the pull to the cluster's centre when that cluster talks, per client [n, 1]."""
+        """Return the strength of the term to the cluster's centre when that cluster communicates, per client [n, 1]."""
         share = ((1 - self.tau) * (1 - penalty.alpha))[penalty.clusters]
         chance = ((1 - self.p0) * self.p)[penalty.clusters]
         return penalty.gamma * torch.where(chance > 0, share / chance.where(chance > 0, 1.0), 0.0)
@@ -100,7 +163,20 @@ class Coins:
         return 1 / ((1 - self.p0) * (1 - self.p))
 
     def smoothness(self, penalty: Penalty, smoothness: float) -> float:
-        """Expected smoothness: the second moment of the oracle is at most 2 times this times F(u) - F(best)."""
+        """Return the expected smoothness: the second moment of the oracle is at most twice this times F(u) - F(best).
+
+        Parameters
+        ----------
+        penalty
+            The penalty.
+        smoothness
+            Smoothness of the clients' losses.
+
+        Returns
+        -------
+        float
+            The expected smoothness.
+        """
         strongest = penalty.gamma.new_zeros(len(penalty.alpha)).scatter_reduce_(
             0, penalty.clusters, penalty.gamma.squeeze(-1), "amax"
         )
@@ -112,7 +188,7 @@ class Coins:
         return max(together, float(inside.max()), smoothness * float(self.alone.max()))
 
     def expected_counts(self, rounds: int) -> dict[str, float]:
-        """Communication in `rounds` rounds, for the first cluster; see `count_rounds` for the names."""
+        """Return the expected communication of the first cluster in `rounds` rounds, by the names of `count_rounds`."""
         p0, p = self.p0, float(self.p[0])
         return {
             "global": p0 * rounds,
@@ -124,22 +200,68 @@ class Coins:
 
 
 def balanced_share(p0: float, p: Tensor) -> Tensor:
-    """tau_j = p0 / (p0 + 2 (1 - p0) p_j): 1 where p_j = 0, 0 where p0 = 0."""
+    """Return tau_j = p0 / (p0 + 2 (1 - p0) p_j): 1 where p_j = 0, 0 where p0 = 0.
+
+    Parameters
+    ----------
+    p0
+        Probability that all clusters communicate.
+    p
+        Probability that each cluster communicates inside, [k, 1].
+
+    Returns
+    -------
+    Tensor
+        [k, 1].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.coins import balanced_share
+    >>> balanced_share(0.5, torch.tensor([[0.0], [0.5]])).tolist()
+    [[1.0], [0.5]]
+    """
     total = p0 + 2 * (1 - p0) * p
     return torch.where(p == 0, 1.0 if p0 > 0 else 0.0, p0 / total.where(total > 0, 1.0))
 
 
 def strengths(penalty: Penalty) -> tuple[float, float]:
-    """C1 = max alpha_j gamma_i and C2 = max (1 - alpha_j) gamma_i."""
+    """Return C1 = max alpha_j gamma_i and C2 = max (1 - alpha_j) gamma_i.
+
+    Examples
+    --------
+    >>> from coterie.theory.coins import strengths
+    >>> from coterie.theory.cluster_penalty import Penalty
+    >>> strengths(Penalty.of([0, 0, 1], gamma=2.0, alpha=0.25))
+    (0.5, 1.5)
+    """
     share = penalty.alpha[penalty.clusters]
     return float((share * penalty.gamma).max()), float(((1 - share) * penalty.gamma).max())
 
 
 def count_rounds(everyone: Tensor, inside: Tensor) -> dict[str, int]:
-    """What "communication rounds" can mean, from the coins of all rounds: bool [T] each, one cluster.
+    """Count communication in all the senses of "communication rounds".
 
-    global, within: raw rounds. *_starts: beginnings of runs (within: among the rounds that are not global),
-    what the paper counts. within_fresh: within rounds right after a step alone.
+    Parameters
+    ----------
+    everyone
+        Whether all clusters communicated in each round, bool [T].
+    inside
+        The coin of one cluster in each round, bool [T].
+
+    Returns
+    -------
+    dict of int
+        `global`, `within`: raw rounds. `global_starts`, `within_starts`: beginnings of runs (within: among the
+        rounds that are not global), which the paper counts. `within_fresh`: within rounds right after a step alone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.coins import count_rounds
+    >>> everyone = torch.tensor([1, 1, 0, 0, 0], dtype=torch.bool)
+    >>> count_rounds(everyone, torch.tensor([0, 0, 1, 0, 1], dtype=torch.bool))
+    {'global': 2, 'global_starts': 1, 'within': 2, 'within_starts': 2, 'within_fresh': 1}
     """
     start = everyone & ~torch.cat([everyone.new_zeros(1), everyone[:-1]])
     within = ~everyone & inside

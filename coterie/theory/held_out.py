@@ -1,9 +1,9 @@
-"""Predicted held-out error of ridge around a centre, from the training rows of a client alone.
+"""Predict the held-out error of ridge around a centre from the training rows of a client alone.
 
-A client's residuals e at a centre c, in the eigenbasis of XX', have E u_j^2 = h(k_j): heterogeneity lifts h
-with k, noise is h(0). With an estimate of h, smoothed generalised cross-validation gives the error of every ridge
-penalty, from interpolation (lam = 0) to the centre itself (lam infinite), also where a client has fewer rows than
-features. Every function works on the last axis, for any number of clients before it.
+A client's residuals e at a centre c, in the eigenbasis of XX', have E u_j^2 = h(k_j): heterogeneity raises h with k,
+noise is h(0). With an estimate of h, smoothed generalised cross-validation gives the error of every ridge penalty, from
+interpolation (lam = 0) to the centre itself (lam infinite), also where a client has fewer rows than features. Every
+function works on the last axis, for any number of clients before it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,51 @@ LAMBDAS = 10.0 ** torch.linspace(-5, 5, 61, dtype=torch.float64)  # times the me
 
 @dataclass(frozen=True)
 class Profile:
-    """Eigenvalues k [..., r], squared residuals u^2 along them, and how often each counts."""
+    """Spectrum of a client's rows and its residuals along it.
+
+    Parameters
+    ----------
+    k
+        Eigenvalues, [..., r].
+    square
+        Squared residuals u^2 along them, [..., r].
+    count
+        How often each counts, [..., r].
+    """
 
     k: Tensor
     square: Tensor
     count: Tensor
 
     def scaled(self, unit: float | Tensor) -> Profile:
-        """With k in other units."""
+        """Return the profile with k in other units."""
         return Profile(self.k / unit, self.square, self.count)
 
 
 def profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
-    """Of features [..., B, d] and residuals [..., B], zero on padding; `rows` [..., 1] that are none.
+    """Return the profile of a client's rows.
 
-    d + 1 entries: the directions the rows span (count 1), and one for all others together.
+    Parameters
+    ----------
+    features
+        Features, [..., B, d], zero on padding.
+    residual
+        Residuals at the centre, [..., B], zero on padding.
+    rows
+        Rows that are not padding, [..., 1].
+
+    Returns
+    -------
+    Profile
+        d + 1 entries: the directions that the rows span (count 1), and one for all others together.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import held_out
+    >>> seen = held_out.profile(2 * torch.eye(2), torch.tensor([1.0, 3.0]), torch.tensor([2.0]))
+    >>> seen.k.tolist(), seen.square.tolist()
+    ([4.0, 4.0, 0.0], [1.0, 9.0, 0.0])
     """
     b, d = features.shape[-2:]
     tall = b > d
@@ -62,7 +92,7 @@ def profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
 
 
 def height(a: Tensor, k: Tensor) -> Tensor:
-    """h(k) for coefficients [..., 4]."""
+    """Return h(k) for coefficients a [..., 4]."""
     value = torch.zeros_like(k)
     for p in reversed(range(POWERS)):
         value = value * k + a[..., p : p + 1]
@@ -70,7 +100,22 @@ def height(a: Tensor, k: Tensor) -> Tensor:
 
 
 def regression_sums(seen: Profile, a: Tensor) -> Tensor:
-    """What the server adds up to improve h: sums of k^p/h^2 (7), u^2 k^p/h^2 (4), and of log h + u^2/h, [..., 12]."""
+    """Return the sums that the server adds up to improve h, [..., 12].
+
+    Sums of k^p/h^2 (7), of u^2 k^p/h^2 (4), and of log h + u^2/h.
+
+    Parameters
+    ----------
+    seen
+        Profile of each client.
+    a
+        Coefficients of h, [..., 4].
+
+    Returns
+    -------
+    Tensor
+        [..., 12].
+    """
     h = height(a, seen.k)
     weight = seen.count / h.square()
     powers = [weight]
@@ -82,7 +127,24 @@ def regression_sums(seen: Profile, a: Tensor) -> Tensor:
 
 
 def improved(total: Tensor, a: Tensor, terms: int, floor: float) -> Tensor:
-    """One step of iteratively reweighted least squares with non-negative coefficients, half way from `a`."""
+    """Make one step of iteratively reweighted least squares with non-negative coefficients, half way from `a`.
+
+    Parameters
+    ----------
+    total
+        `regression_sums` of all clients, [12].
+    a
+        Coefficients so far, [4].
+    terms
+        How many coefficients to fit.
+    floor
+        Smallest a0.
+
+    Returns
+    -------
+    Tensor
+        New coefficients, [4].
+    """
     from scipy.optimize import nnls
 
     matrix = torch.stack([total[p : p + terms] for p in range(terms)])
@@ -98,12 +160,27 @@ def improved(total: Tensor, a: Tensor, terms: int, floor: float) -> Tensor:
 
 
 def grid(like: Tensor) -> Tensor:
-    """Deviations of log c_i, or of log s2_i, that are considered."""
+    """Return the deviations of log c_i, or of log s2_i, that are considered."""
     return torch.linspace(-_REACH, _REACH, _POINTS, dtype=like.dtype, device=like.device)
 
 
 def likelihoods(seen: Profile, a: Tensor, shift: Tensor) -> Tensor:
-    """log p(u | c, s2) for all c = exp(shift_0 + grid), s2 = a0 exp(shift_1 + grid), [..., points, points]."""
+    """Return log p(u | c, s2) for all c = exp(shift_0 + grid) and s2 = a0 exp(shift_1 + grid), [..., points, points].
+
+    Parameters
+    ----------
+    seen
+        Profile of each client.
+    a
+        Coefficients of h, [..., 4].
+    shift
+        Shifts of log c and log s2, [..., 2].
+
+    Returns
+    -------
+    Tensor
+        [..., points, points].
+    """
     points = grid(seen.k)
     shape = height(torch.cat([torch.zeros_like(a[..., :1]), a[..., 1:]], -1), seen.k)
     c = torch.exp(shift[..., :1] + points)[..., :, None, None]
@@ -115,7 +192,7 @@ def likelihoods(seen: Profile, a: Tensor, shift: Tensor) -> Tensor:
 
 
 def log_prior(spread_c: float, spread_s: float, like: Tensor) -> Tensor:
-    """Independent normal priors of log c_i and log s2_i on the grid, [points, points]."""
+    """Return independent normal log priors of log c_i and log s2_i on the grid, [points, points]."""
     points = grid(like)
 
     def one(spread: float) -> Tensor:
@@ -125,21 +202,36 @@ def log_prior(spread_c: float, spread_s: float, like: Tensor) -> Tensor:
 
 
 def marginals(table: Tensor) -> Tensor:
-    """log p(u) under each pair of spreads, [..., 16]."""
+    """Return log p(u) under each pair of spreads, [..., 16]."""
     pairs = [log_prior(c, s, table) for c in SPREADS for s in SPREADS]
     return torch.stack([torch.logsumexp((table + prior).flatten(-2), -1) for prior in pairs], -1)
 
 
 def posterior(table: Tensor, choice: int) -> Tensor:
-    """Weights of the grid points given the rows, under the chosen pair of spreads."""
+    """Return the weights of the grid points given the rows, under the chosen pair of spreads."""
     prior = log_prior(SPREADS[choice // len(SPREADS)], SPREADS[choice % len(SPREADS)], table)
-    return torch.softmax((table + prior).flatten(-2), -1).unflatten(-1, (_POINTS, _POINTS))
+    flat = torch.softmax((table + prior).flatten(-2), -1)
+    return flat.view(*flat.shape[:-1], _POINTS, _POINTS)
 
 
 def errors(seen: Profile, h: Tensor, lam: Tensor) -> Tensor:
-    """Held-out squared error for penalties lam [..., L] of a client with E u^2 = h, [..., L].
+    """Return the held-out squared error for each penalty of a client with E u^2 = h, [..., L].
 
     mean(h/(s + lam)^2) / mean(1/(s + lam))^2 over the eigenvalues s of XX'/n; 0 and infinity are limits.
+
+    Parameters
+    ----------
+    seen
+        Profile of each client.
+    h
+        Expected squared residuals, [..., r].
+    lam
+        Penalties, [..., L].
+
+    Returns
+    -------
+    Tensor
+        [..., L].
     """
     rows = seen.count.sum(-1, keepdim=True).clamp_min(1.0)
     s, h, weight = ((part / rows).unsqueeze(-2) for part in (seen.k, h * rows, seen.count))
@@ -149,13 +241,35 @@ def errors(seen: Profile, h: Tensor, lam: Tensor) -> Tensor:
 
 
 def penalties(scale: float) -> Tensor:
-    """Penalties worth considering: 0, a grid around the mean eigenvalue of X'X/n, and infinity, [63]."""
+    """Return the penalties to consider, [63]: 0, a grid around `scale` (the mean eigenvalue of X'X/n), infinity."""
     ends = torch.tensor([0.0]), torch.tensor([math.inf])
     return torch.cat([ends[0], scale * LAMBDAS, ends[1]])
 
 
 def lowest(curve: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-    """The best penalty and its error [...], between the points of the grid by a parabola in log lam."""
+    """Return the best penalty and its error [...], interpolated between grid points by a parabola in log lam.
+
+    Parameters
+    ----------
+    curve
+        Errors, [..., L].
+    lam
+        Penalties, [L].
+
+    Returns
+    -------
+    tuple of Tensor
+        Penalty and error of each client.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import held_out
+    >>> lam = held_out.penalties(1.0)
+    >>> best, _ = held_out.lowest((lam.clamp(1e-9, 1e9).log() - 1).square(), lam)
+    >>> round(best.log().item(), 4)
+    1.0
+    """
     at = curve.argmin(-1, keepdim=True)
     value = curve.gather(-1, at)
     inside = (at > 1) & (at < curve.shape[-1] - 2)

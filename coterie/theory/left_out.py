@@ -1,4 +1,4 @@
-"""The shared least-squares model without one client's rows, and what tuning it at home would give that client.
+"""The shared least-squares model without one client's rows, and what tuning it would give that client.
 
 With A = sum_j X_j'X_j and b = sum_j X_j'y_j, which the server knows, client i computes the others' model
 c = (A - A_i)^+ (b - b_i) itself. The shared model and ridge around it are linear in e = y_i - X_i c, so their
@@ -19,23 +19,66 @@ _TINY = 1e-10  # eigenvalues below this share of the largest count as zero
 
 
 def model(matrix: Tensor, side: Tensor, own: Tensor, own_side: Tensor) -> Tensor:
-    """The others' least-squares model of smallest norm [..., d]."""
+    """Return the others' least-squares model of smallest norm, [..., d].
+
+    Parameters
+    ----------
+    matrix
+        A, the sum over all clients, [..., d, d].
+    side
+        b, the sum over all clients, [..., d].
+    own
+        A_i of the client, [..., d, d].
+    own_side
+        b_i of the client, [..., d].
+
+    Returns
+    -------
+    Tensor
+        c, [..., d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import left_out
+    >>> left_out.model(torch.tensor([[3.0]]), torch.tensor([5.0]), torch.tensor([[1.0]]), torch.tensor([1.0])).tolist()
+    [2.0]
+    """
     return (inverse(matrix - own) @ (side - own_side).unsqueeze(-1)).squeeze(-1)
 
 
 def inverse(matrix: Tensor) -> Tensor:
-    """Pseudo-inverse of a symmetric matrix."""
+    """Return the pseudo-inverse of a symmetric matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     alive = values > _TINY * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
     scale = torch.where(alive, 1 / torch.where(alive, values, 1.0), 0.0)
-    return (vectors * scale.unsqueeze(-2)) @ vectors.mT
+    found: Tensor = (vectors * scale.unsqueeze(-2)) @ vectors.mT
+    return found
 
 
 def curves(matrix: Tensor, own: Tensor, count: Tensor, total: Tensor, lam: Tensor) -> Tensor:
-    """Risk per unit of deviation (variance of a coordinate) and per unit of noise for penalties lam [L], [..., 4, L].
+    """Return the risk per unit of deviation (variance of a coordinate) and of noise for each penalty, [..., 4, L].
 
-    Rows: around the shared model (deviation, noise), around zero (deviation, noise). `count` [..., 1] are the client's
-    rows, `total` all rows; the covariance of the features is the others'.
+    Rows: around the shared model (deviation, noise), around zero (deviation, noise). The covariance of the
+    features is that of the other clients.
+
+    Parameters
+    ----------
+    matrix
+        A, the sum over all clients, [..., d, d].
+    own
+        A_i of the client, [..., d, d].
+    count
+        Rows of the client, [..., 1].
+    total
+        Rows of all clients.
+    lam
+        Penalties, [L].
+
+    Returns
+    -------
+    Tensor
+        [..., 4, L].
     """
     values, basis = torch.linalg.eigh(own)
     alive = values > _TINY * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
@@ -57,16 +100,17 @@ def curves(matrix: Tensor, own: Tensor, count: Tensor, total: Tensor, lam: Tenso
 
 
 def _filter(values: Tensor, alive: Tensor, count: Tensor, lam: Tensor) -> Tensor:
-    """1 / (eigenvalue + n lam), [..., L, d]; on directions without rows 0, as for infinite lam."""
+    """Return 1 / (eigenvalue + n lam), [..., L, d]; 0 on directions without rows, as for infinite lam."""
     shifted = values.unsqueeze(-2) + (count * lam).unsqueeze(-1)
     known = alive.unsqueeze(-2) & torch.isfinite(shifted)
     return torch.where(known, 1 / torch.where(known, shifted, 1.0), 0.0)
 
 
 def _turned(basis: Tensor, matrix: Tensor) -> Tensor:
+    """Return the matrix in another basis."""
     return basis.mT @ matrix @ basis
 
 
 def _form(a: Tensor, matrix: Tensor, b: Tensor) -> Tensor:
-    """a' M b for every penalty, [..., L]."""
+    """Return a' M b for every penalty, [..., L]."""
     return ((a @ matrix) * b).sum(-1)

@@ -7,8 +7,22 @@ from torch import Tensor
 
 
 def onto_simplex(rows: Tensor) -> Tensor:
-    """The nearest point of {w >= 0, sum w = 1} to every row [..., n], exactly (Held, Wolfe, Crowder 1974).
+    """Project every row on the probability simplex {w >= 0, sum w = 1}, exactly (Held, Wolfe, Crowder 1974).
 
+    Parameters
+    ----------
+    rows
+        Points, [..., n].
+
+    Returns
+    -------
+    Tensor
+        The nearest point of the simplex to each, [..., n].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.simplex import onto_simplex
     >>> onto_simplex(torch.tensor([[0.5, 0.5, 0.5], [2.0, 0.0, -1.0]], dtype=torch.float64))
     tensor([[0.3333, 0.3333, 0.3333],
             [1.0000, 0.0000, 0.0000]], dtype=torch.float64)

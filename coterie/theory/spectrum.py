@@ -1,6 +1,6 @@
-"""Eigenvalues of a feature covariance, and what random-matrix theory makes of them.
+"""Eigenvalues of a feature covariance, and what random-matrix theory derives from them.
 
-Part of the theory of Cheng, Chadha, Duchi, "Federated Asymptotics" (2022), with its printed formulas put right.
+Part of the theory of Cheng, Chadha, Duchi, "Federated Asymptotics" (2022), with its printed formulas corrected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coterie.errors import SettingError
+from coterie._core.errors import SettingError
 
 Array = npt.NDArray[np.float64]
 _NEWTON_STEPS = 400
@@ -21,10 +21,23 @@ _NODES = 4096
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues `values` of a covariance with `weights` (equal by default).
+    """Eigenvalues of a covariance.
 
-    `signal` are the weights of the squared coordinates of the deviation from the centre along the
-    eigenvectors; without them the deviation has no preferred direction.
+    Parameters
+    ----------
+    values
+        The eigenvalues.
+    weights
+        Their weights, which sum to one.
+    signal
+        Weights of the squared coordinates of the deviation from the centre along the eigenvectors; by default the
+        deviation has no preferred direction.
+
+    Examples
+    --------
+    >>> from coterie.theory.spectrum import Spectrum
+    >>> Spectrum.of([1.0, 3.0]).mean
+    2.0
     """
 
     values: Array
@@ -33,7 +46,27 @@ class Spectrum:
 
     @classmethod
     def of(cls, values: Any, weights: Any = None, signal: Any = None) -> Spectrum:
-        """Eigenvalues, optionally with weights, or a Spectrum as it is."""
+        """Return the spectrum of eigenvalues, or a spectrum as it is.
+
+        Parameters
+        ----------
+        values
+            Eigenvalues, none negative, or a `Spectrum`.
+        weights
+            Their weights, by default equal.
+        signal
+            Weights of the deviation along the eigenvectors.
+
+        Returns
+        -------
+        Spectrum
+            With weights that sum to one.
+
+        Raises
+        ------
+        SettingError
+            If a number is negative or not finite, or all are zero.
+        """
         if isinstance(values, Spectrum):
             return values
         s = np.atleast_1d(np.asarray(values, dtype=float))
@@ -47,10 +80,20 @@ class Spectrum:
 
     @classmethod
     def from_rows(cls, xs: Any) -> Spectrum:
-        """Estimated from rows [n, d], or the rows of several clients, pooled.
+        """Estimate the spectrum from rows [n, d], or from the rows of several clients, pooled.
 
-        The eigenvalues of X'X/N spread more than the true ones; they are shrunk towards their mean so that
-        the second moment is right for normal rows (Ledoit and Wolf, 2004, with a spherical target).
+        The eigenvalues of X'X/N spread more than the true ones; they are shrunk towards their mean so that the
+        second moment is right for normal rows (Ledoit and Wolf, 2004, with a spherical target).
+
+        Parameters
+        ----------
+        xs
+            Rows, or a list of the rows of each client.
+
+        Returns
+        -------
+        Spectrum
+            The estimate.
         """
         parts = xs if isinstance(xs, Sequence) else [xs]
         parts = [np.asarray(part, dtype=float) for part in parts]
@@ -63,6 +106,7 @@ class Spectrum:
 
     @property
     def mean(self) -> float:
+        """Mean eigenvalue."""
         return float(self.values @ self.weights)
 
     @property
@@ -72,16 +116,30 @@ class Spectrum:
 
     @property
     def signal_weights(self) -> Array:
+        """Weights of the deviation along the eigenvectors."""
         return self.weights if self.signal is None else self.signal
 
     def is_identity(self) -> bool:
+        """Return True if every eigenvalue is one."""
         return bool((self.values == 1.0).all())
 
     def companion(self, gamma: Array, lam: Array) -> Array:
-        """v(-lam) > 0 with 1/v = lam + gamma int s/(1 + s v) dH; infinite at lam = 0, gamma <= 1.
+        """Return v(-lam) > 0 with 1/v = lam + gamma int s/(1 + s v) dH; infinite at lam = 0, gamma <= 1.
 
-        Newton's method on the concave lam v + gamma - 1 - gamma int 1/(1 + s v) dH, from the left, where it
-        is monotone; written so that nothing cancels near gamma = 1.
+        Newton's method on the concave lam v + gamma - 1 - gamma int 1/(1 + s v) dH, from the left, where it is
+        monotone; written so that nothing cancels near gamma = 1.
+
+        Parameters
+        ----------
+        gamma
+            Features per row.
+        lam
+            Ridge penalties, which broadcast against gamma.
+
+        Returns
+        -------
+        Array
+            v for each pair.
         """
         if self.is_identity():
             return _companion_identity(gamma, lam)
@@ -92,8 +150,8 @@ class Spectrum:
         for _ in range(_NEWTON_STEPS):
             t = 1 / (1 + self.values * v[..., None])
             height = lam * v + (gamma - 1) - gamma * (t @ self.weights)
-            slope = lam + gamma * ((self.values * t * t) @ self.weights)
-            step = np.where(solvable, -height / slope, 0.0)
+            derivative = lam + gamma * ((self.values * t * t) @ self.weights)
+            step = np.where(solvable, -height / derivative, 0.0)
             v = v + np.maximum(step, 0.0)
             if (step <= 1e-15 * v).all():
                 break
@@ -104,6 +162,7 @@ IDENTITY = Spectrum(np.ones(1), np.ones(1))
 
 
 def _companion_identity(gamma: Array, lam: Array) -> Array:
+    """Return the companion transform in closed form for the identity covariance."""
     a = lam + gamma - 1
     root = np.sqrt(a * a + 4 * lam)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,14 +173,35 @@ def _shares(name: str, given: Any, values: Array) -> Array:
     share = np.asarray(given, dtype=float)
     if share.shape != values.shape or not ((share >= 0).all() and 0 < share.sum() < np.inf):
         raise SettingError(f"{name} must be {len(values)} numbers, none negative, not all zero")
-    return share / share.sum()
+    normalised: Array = share / share.sum()
+    return normalised
 
 
 def marchenko_pastur(gamma: float, function: Callable[[Array], Array], at_zero: float = 0.0) -> float:
-    """Mean of a function over the d eigenvalues of X'X/n, X ~ N(0, I), d/n = gamma.
+    """Return the mean of a function over the d eigenvalues of X'X/n, X ~ N(0, I), d/n = gamma.
 
-    `at_zero` is its value on the null space. The midpoint rule in the angle t of s = 1 + gamma + 2 sqrt(gamma) cos t
-    converges exponentially and never touches the edges.
+    The midpoint rule in the angle t of s = 1 + gamma + 2 sqrt(gamma) cos t converges exponentially and never
+    touches the edges.
+
+    Parameters
+    ----------
+    gamma
+        Features per row.
+    function
+        A function of arrays of eigenvalues.
+    at_zero
+        Its value on the null space.
+
+    Returns
+    -------
+    float
+        The mean.
+
+    Examples
+    --------
+    >>> from coterie.theory.spectrum import marchenko_pastur
+    >>> round(marchenko_pastur(0.5, lambda s: s), 6), round(marchenko_pastur(0.5, lambda s: s**2), 6)
+    (1.0, 1.5)
     """
     if not 0 < gamma < np.inf:
         raise SettingError(f"gamma = {gamma}; it must be positive and finite")

@@ -1,7 +1,7 @@
-"""How large the ball around a centre is: threshold rules of threshold clustering, as objects.
+"""Threshold rules: how large the ball around a centre is in threshold clustering.
 
-A rule looks at the distances of all points from every centre and gives each centre its radius. `Size`, `Auto`
-and `HalfGap` need neither the spread rho of a cluster nor the distance Delta between clusters; `Theory` does.
+A rule takes the distances of all points from every centre and returns a radius for each. `Size`, `Auto` and `HalfGap`
+need neither the spread rho of a cluster nor the distance Delta between clusters; `Theory` does.
 """
 
 from __future__ import annotations
@@ -13,23 +13,45 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coterie.errors import SettingError
+from coterie._core.errors import SettingError
 
 RULES = ("auto", "size", "halfgap", "theory", "fixed")
 SPLIT_SURE, SPLIT_SHARE, SPLIT_SLOPE = 0.998, 0.72, 2.4  # 99 % point of the share for one cluster of s points
 
 
 class Rule(Protocol):
-    """What `threshold_cluster` asks: radii [K] from distances [K, N] (ascending) and centres [K, d]."""
+    """What `threshold_cluster` requires of a rule."""
 
     def radius(self, ascending: Tensor, centres: Tensor, step: int) -> Tensor:
-        """Radius of every ball in pass `step` = 0, 1, ...; the last call is for the balls that are returned."""
+        """Return the radius of every ball, [K].
+
+        Parameters
+        ----------
+        ascending
+            Distances of the points from every centre, sorted, [K, N].
+        centres
+            The centres, [K, d].
+        step
+            The pass, 0, 1, ...; the last call is for the balls that are returned.
+
+        Returns
+        -------
+        Tensor
+            [K].
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same radius tau for every ball in every pass."""
+    """Use the same radius tau for every ball in every pass.
+
+    Examples
+    --------
+    >>> from coterie.theory.threshold import Fixed, threshold_cluster
+    >>> threshold_cluster([[0.0], [0.1], [5.0]], k=2, rule=Fixed(1.0)).membership.tolist()
+    [0, 0, 1]
+    """
 
     tau: float
 
@@ -42,7 +64,14 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Size:
-    """The distance of the ceil(share N)-th nearest point. Take share slightly below the cluster's fraction."""
+    """Use the distance of the ceil(share N)-th nearest point; choose share slightly below the cluster's fraction.
+
+    Examples
+    --------
+    >>> from coterie.theory.threshold import Size, threshold_cluster
+    >>> threshold_cluster([[0.0], [0.1], [5.0], [5.1]], k=2, rule=Size(0.5)).sizes.tolist()
+    [2, 2]
+    """
 
     share: float
 
@@ -55,12 +84,19 @@ class Size:
 
 @dataclass(frozen=True)
 class Auto:
-    """Two-class splits of the log distances, repeated while they are sure, down to `low` N points.
+    """Split the log distances into two classes, again and again while the split is clear, down to `low` N points.
 
     The near class is kept if more than `high` N points are left, or if the split explains more of the variance
     than one unimodal cluster of s points does in 99 % of the cases: min(.998, .72 + 2.4/s). The radius is the
     geometric mean of the last distance inside and the first one outside; infinite if nothing was split off.
     Half the smallest and 1.5 times the largest cluster fraction are good bounds.
+
+    Examples
+    --------
+    >>> from coterie.theory.threshold import Auto, threshold_cluster
+    >>> points = [[0.0], [0.1], [0.2], [5.0], [5.1], [5.2]]
+    >>> threshold_cluster(points, k=2, rule=Auto(low=0.25, high=0.75)).sizes.tolist()
+    [3, 3]
     """
 
     low: float
@@ -83,7 +119,7 @@ class Auto:
         return torch.where(whole, math.inf, torch.sqrt(last) * torch.sqrt(beyond))
 
     def _kept(self, logs: Tensor, least: int) -> Tensor:
-        """How many of the nearest points are in the ball of each centre, [K]."""
+        """Return how many of the nearest points are in the ball of each centre, [K]."""
         centres, points = logs.shape
         logs = logs - logs.mean(1, keepdim=True)
         sums, squares = logs.cumsum(1), (logs * logs).cumsum(1)
@@ -112,7 +148,14 @@ class Auto:
 
 @dataclass(frozen=True)
 class HalfGap:
-    """Half the distance to the nearest other centre (infinite if there is none); for a server with K centres."""
+    """Use half the distance to the nearest other centre (infinite if there is none); for a server with K centres.
+
+    Examples
+    --------
+    >>> from coterie.theory.threshold import HalfGap, threshold_cluster
+    >>> threshold_cluster([[0.0], [0.1], [5.0], [5.1]], k=2, rule=HalfGap()).sizes.tolist()
+    [2, 2]
+    """
 
     def radius(self, ascending: Tensor, centres: Tensor, step: int) -> Tensor:
         if len(centres) < 2:
@@ -123,10 +166,27 @@ class HalfGap:
 
 @dataclass(frozen=True)
 class Theory:
-    """tau_l^2 = (n/N)(c_l^2 + rho^2) Delta/rho, the corrected threshold of the paper.
+    """Use the corrected threshold of the paper: tau_l^2 = (n/N)(c_l^2 + rho^2) Delta/rho.
 
-    c_0 = rho, c_{l+1}^2 = (1 - (n/N)^2/2) c_l^2 + ((34 + 48/n) rho/Delta + 4/n) rho^2. It is backed by the theorem
-    only where `applies`: for four equal clusters that is Delta/rho above 1000.
+    c_0 = rho, c_{l+1}^2 = (1 - (n/N)^2/2) c_l^2 + ((34 + 48/n) rho/Delta + 4/n) rho^2. The theorem backs it only where
+    `applies`: for four equal clusters that is Delta/rho above 1000.
+
+    Parameters
+    ----------
+    rho
+        Spread of a cluster.
+    gap
+        Distance Delta between clusters.
+    size
+        Points n of a cluster.
+    points
+        All points N.
+
+    Examples
+    --------
+    >>> from coterie.theory.threshold import Theory
+    >>> Theory(rho=1.0, gap=10.0, size=25, points=100).applies, Theory(1.0, 2000.0, 25, 100).applies
+    (False, True)
     """
 
     rho: float
@@ -162,7 +222,7 @@ class Theory:
         return ascending.new_full((len(ascending),), math.sqrt(self._squared(self._spread(step))))
 
     def _spread(self, step: int) -> float:
-        """c_l^2."""
+        """Return c_l^2."""
         n, shrink = self.size, 1 - (self.size / self.points) ** 2 / 2
         rise = ((34 + 48 / n) * self.rho / self.gap + 4 / n) * self.rho**2
         limit = rise / (1 - shrink)
@@ -175,9 +235,38 @@ class Theory:
 def make_rule(
     name: str, clusters: int, points: int, *, share: float = 0.0, tau: float = 0.0, rho: float = 0.0
 ) -> Rule:
-    """A rule from the settings of an algorithm; `share` is the cluster fraction (0: 1/clusters).
+    """Return a rule from the settings of an algorithm.
 
-    `theory` takes the cluster spread `rho` and, as `tau`, the distance between clusters.
+    Parameters
+    ----------
+    name
+        One of `RULES`: auto, size, halfgap, theory, fixed.
+    clusters
+        Number of clusters.
+    points
+        Number of points.
+    share
+        Fraction of a cluster; 0 means 1/clusters.
+    tau
+        Radius of "fixed", or distance between clusters of "theory".
+    rho
+        Spread of a cluster, for "theory".
+
+    Returns
+    -------
+    Rule
+        The rule.
+
+    Raises
+    ------
+    SettingError
+        If there is no such rule, or it lacks a number that it needs.
+
+    Examples
+    --------
+    >>> from coterie.theory.threshold import make_rule
+    >>> make_rule("auto", clusters=4, points=100)
+    Auto(low=0.125, high=0.375)
     """
     share = min(1.0, share or 1 / max(clusters, 1))
     if name == "size":

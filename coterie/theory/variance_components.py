@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.errors import DataError, SettingError
-from coterie.theory.hierarchical import centres, group_sum, lift, pseudo_solve, settle, times
+from coterie._core.errors import DataError, SettingError
+from coterie.theory.groups import group_sum
+from coterie.theory.hierarchical import centres, lift, pseudo_solve, settle, times
 
 EFFECTS = ("same", "each", "intercept")
 _SMALLEST = 1e-9  # variances are sought down to this share of their scale
@@ -22,7 +23,32 @@ _INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is 
 
 @dataclass(frozen=True)
 class Sums:
-    """X'X [n, d, d], X'y [n, d], y'y [n, 1], rows [n, 1] of the clients, and their clusters [n]."""
+    """Sufficient sums of the clients.
+
+    Parameters
+    ----------
+    xx
+        X'X, [n, d, d].
+    xy
+        X'y, [n, d].
+    yy
+        y'y, [n, 1].
+    rows
+        Numbers of rows, [n, 1].
+    clusters
+        Cluster of each client, [n].
+    count
+        Number of clusters, if the last ones may have no client here.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> from coterie.theory.variance_components import Sums
+    >>> data = generate.hierarchical_linear(clusters=2, clients=3, features=4)
+    >>> sums = Sums.of(data.xs, data.ys, data.clusters)
+    >>> list(sums.xx.shape), sums.k
+    ([6, 4, 4], 2)
+    """
 
     xx: Tensor
     xy: Tensor
@@ -37,13 +63,28 @@ class Sums:
         return int(self.clusters.max()) + 1 if self.count is None else self.count
 
     def double(self) -> Sums:
-        """In float64."""
+        """Return the sums in float64."""
         xx, xy, yy, rows = (part.double() for part in (self.xx, self.xy, self.yy, self.rows))
         return Sums(xx, xy, yy, rows, self.clusters, self.count)
 
     @classmethod
     def of(cls, xs: list[Tensor], ys: list[Tensor], clusters: Tensor) -> Sums:
-        """From the rows of every client."""
+        """Return the sums of the rows of every client.
+
+        Parameters
+        ----------
+        xs
+            Inputs of each client, [rows, d].
+        ys
+            Targets of each client, [rows].
+        clusters
+            Cluster of each client, [n].
+
+        Returns
+        -------
+        Sums
+            The sums.
+        """
         return cls(
             torch.stack([x.mT @ x for x in xs]),
             torch.stack([x.mT @ y for x, y in zip(xs, ys, strict=True)]),
@@ -55,23 +96,58 @@ class Sums:
 
 @dataclass(frozen=True)
 class Components:
-    """sigma^2, s_j^2 [k, d] and s0^2 [d]; a zero ties a coordinate to the centre above it."""
+    """Variances of the model; a zero ties a coordinate to the centre above it.
+
+    Parameters
+    ----------
+    noise
+        sigma^2.
+    within
+        s_j^2, [k, d].
+    between
+        s0^2, [d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.variance_components import Components, Sums
+    >>> rows = [torch.ones(1, 1), torch.ones(1, 1)]
+    >>> sums = Sums.of(rows, [torch.tensor([0.0]), torch.tensor([4.0])], torch.tensor([0, 0]))
+    >>> Components(noise=1.0, within=torch.ones(1, 1), between=torch.ones(1)).models(sums).tolist()
+    [[1.0], [3.0]]
+    """
 
     noise: float
     within: Tensor
     between: Tensor
 
     def models(self, sums: Sums) -> Tensor:
-        """The best linear unbiased predictors of the clients' parameters, [n, d]."""
+        """Return the best linear unbiased predictors of the clients' parameters, [n, d]."""
         a, b, within = sums.xx / self.noise, sums.xy / self.noise, self.within[sums.clusters]
         middle, _ = centres(*lift(a, b, within), sums.clusters, self.between.expand(self.within.shape))
         return settle(a, b, middle[sums.clusters], within)
 
 
 def pattern(effects: str, d: int) -> Tensor:
-    """Which variance each coordinate has, int64 [d]; -1 where clients do not differ.
+    """Return which variance each coordinate has, int64 [d]; -1 where clients do not differ.
 
-    'same': one for all; 'each': its own; 'intercept': only the last coordinate varies, slopes are common.
+    Parameters
+    ----------
+    effects
+        "same": one variance for all; "each": one per coordinate; "intercept": only the last coordinate varies.
+    d
+        Number of coordinates.
+
+    Returns
+    -------
+    Tensor
+        int64 [d].
+
+    Examples
+    --------
+    >>> from coterie.theory.variance_components import pattern
+    >>> pattern("intercept", 3).tolist()
+    [-1, -1, 0]
     """
     if effects not in EFFECTS:
         raise SettingError(f"effects = {effects!r}; choose one of {', '.join(EFFECTS)}")
@@ -85,9 +161,40 @@ def pattern(effects: str, d: int) -> Tensor:
 def moments(
     sums: Sums, effects: str = "same", *, per_cluster: bool = False, noise: float | None = None
 ) -> Components:
-    """Method of moments: residual sums of squares of local, cluster and single fits (Henderson 1953, method 3).
+    """Estimate variances by the method of moments (Henderson 1953, method 3).
 
-    Their expectations are linear in the variances, whatever the ranks; negative solutions become zero.
+    It uses the residual sums of squares of local, cluster and single fits, whose expectations are linear in the
+    variances, whatever the ranks; negative solutions become zero.
+
+    Parameters
+    ----------
+    sums
+        Sums of the clients.
+    effects
+        As in `pattern`; "each" is for one coordinate only.
+    per_cluster
+        Whether each cluster has a variance of its own.
+    noise
+        sigma^2 if it is known.
+
+    Returns
+    -------
+    Components
+        The variances.
+
+    Raises
+    ------
+    DataError
+        If no client has more rows than parameters and the noise is not given.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> from coterie.theory.variance_components import Sums, moments
+    >>> data = generate.hierarchical_linear(clusters=20, clients=20, features=5, rows=20)
+    >>> found = moments(Sums.of(data.xs, data.ys, data.clusters))
+    >>> round(found.noise, 1), round(found.within[0, 0].item(), 1), round(found.between[0].item(), 1)
+    (1.0, 1.0, 0.9)
     """
     k, d = sums.k, sums.xy.shape[-1]
     varies = pattern(effects, d) >= 0
@@ -126,9 +233,36 @@ def maximum_likelihood(
     restricted: bool = False,
     near: Components | None = None,
 ) -> Components:
-    """The variances with the largest (restricted) likelihood; `noise` is estimated unless given.
+    """Estimate variances by (restricted) maximum likelihood.
 
-    The search starts from those of `near`, where there are such.
+    Parameters
+    ----------
+    sums
+        Sums of the clients.
+    effects
+        As in `pattern`.
+    per_cluster
+        Whether each cluster has a variance of its own.
+    noise
+        sigma^2 if it is known.
+    restricted
+        Whether to maximise the restricted likelihood.
+    near
+        Variances to start the search from.
+
+    Returns
+    -------
+    Components
+        The variances; one that does not matter is exactly zero.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> from coterie.theory.variance_components import Sums, maximum_likelihood
+    >>> data = generate.hierarchical_linear(clusters=20, clients=20, features=5, rows=20)
+    >>> found = maximum_likelihood(Sums.of(data.xs, data.ys, data.clusters))
+    >>> round(found.noise, 1), round(found.within[0, 0].item(), 1), round(found.between[0].item(), 1)
+    (1.0, 0.9, 0.9)
     """
     from scipy.optimize import minimize
 
@@ -180,7 +314,35 @@ def maximum_likelihood(
 def deviance(
     sums: Sums, noise: Tensor, within: Tensor, between: Tensor, *, restricted: bool = False
 ) -> Tensor:
-    """-2 log likelihood, the common centre at its best; `within` [k, d], `between` [d]. Differentiable."""
+    """Return -2 log likelihood, differentiable, with the common centre at its best.
+
+    Parameters
+    ----------
+    sums
+        Sums of the clients.
+    noise
+        sigma^2.
+    within
+        s_j^2, [k, d].
+    between
+        s0^2, [d].
+    restricted
+        Whether to return the restricted likelihood.
+
+    Returns
+    -------
+    Tensor
+        The deviance, a scalar.
+
+    Examples
+    --------
+    >>> import math, torch
+    >>> from coterie.theory.variance_components import Sums, deviance
+    >>> sums = Sums.of([torch.ones(2, 1)], [torch.tensor([0.0, 2.0])], torch.tensor([0]))
+    >>> none = torch.zeros(1)
+    >>> round(deviance(sums, torch.tensor(1.0), none[None], none).item() - 2 * math.log(2 * math.pi), 3)
+    2.0
+    """
     a, b, q = sums.xx / noise, sums.xy / noise, sums.yy / noise
     total = sums.rows.sum() * (noise.log() + math.log(2 * math.pi))
     spread = within[sums.clusters]
@@ -198,13 +360,14 @@ def deviance(
 
 
 def _log_determinant(a: Tensor, spread: Tensor) -> Tensor:
-    """log det(I + S A), [n]."""
+    """Return log det(I + S A), [n]."""
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    return torch.linalg.slogdet(identity + a * spread.unsqueeze(-2))[1]
+    logarithm: Tensor = torch.linalg.slogdet(identity + a * spread.unsqueeze(-2))[1]
+    return logarithm
 
 
 def _scales(sums: Sums, groups: Tensor, noise: float | None) -> Tensor:
-    """Sizes to begin with: for the noise, then for the variance of each group of coordinates."""
+    """Return sizes to begin with: of the noise, then of the variance of each group of coordinates."""
     count = float(sums.rows.sum()) or float(len(sums.rows))
     if noise is None:
         residual = float(_residual(sums.xx.sum(0), sums.xy.sum(0), sums.yy.sum(0)))
@@ -217,16 +380,16 @@ def _scales(sums: Sums, groups: Tensor, noise: float | None) -> Tensor:
 
 
 def _residual(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
-    """Residual sum of squares of the least-squares fit, [...]."""
+    """Return the residual sum of squares of the least-squares fit, [...]."""
     return (yy.squeeze(-1) - (xy * pseudo_solve(xx, xy)).sum(-1)).clamp(min=0.0)
 
 
 def _rank(xx: Tensor) -> Tensor:
-    values = torch.linalg.eigvalsh(xx)
+    values: Tensor = torch.linalg.eigvalsh(xx)
     return (values > 10 * xx.shape[-1] * torch.finfo(xx.dtype).eps * values[..., -1:]).sum(-1)
 
 
 def _room(part: Tensor, whole: Tensor, varies: Tensor) -> Tensor:
-    """trace of A_i - A_i A^+ A_i over the coordinates that vary, [n]: what their variance adds to residuals."""
-    left = part - part @ torch.linalg.pinv(whole, hermitian=True) @ part
+    """Return trace(A_i - A_i A^+ A_i) over the coordinates that vary, [n]: what their variance adds to residuals."""
+    left: Tensor = part - part @ torch.linalg.pinv(whole, hermitian=True) @ part
     return left.diagonal(dim1=-2, dim2=-1)[..., varies].sum(-1)

@@ -1,4 +1,4 @@
-"""Async-L2GD: enumerated coins, the convergence bound, counts, special cases and bad input (clusters.md A1)."""
+"""Async-L2GD: enumerated coins, the convergence bound, counts, special cases and bad input."""
 
 import itertools
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from coterie import Federation, fit, models
+from coterie._core.errors import SettingError
 from coterie.algorithms import make
 from coterie.algorithms.async_l2gd import AsyncL2GD
-from coterie.errors import SettingError
 from coterie.theory import hierarchical as exact
+from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.coins import Coins, balanced_share, count_rounds
-from coterie.theory.hierarchical import Penalty
 
 CLUSTERS = torch.tensor([0, 1, 1, 2, 2, 2, 0, 1])
 N, K, D = len(CLUSTERS), 3, 4
@@ -71,7 +71,7 @@ def ours(penalty, coins, a, b, u):
 
 @pytest.mark.parametrize("oracle", [branches, ours])
 def test_expected_update_is_the_gradient(oracle):
-    """A1.1: the sum over all 2^k + 1 outcomes, for every tau in [0, 1]^k."""
+    """The sum over all 2^k + 1 outcomes, for every tau in [0, 1]^k."""
     a, b = quadratic(0)
     penalty, rng = pulls(1), np.random.default_rng(2)
     for tau in (None, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), tuple(rng.uniform(size=K))):
@@ -87,7 +87,7 @@ def total(penalty, a, b, u):
 
 
 def test_second_moment_is_bounded_by_the_expected_smoothness():
-    """A1.2: E|G(u) - G(best)|^2 <= 2 Lcal (F(u) - F(best)), exactly enumerated."""
+    """E|G(u) - G(best)|^2 <= 2 Lcal (F(u) - F(best)), exactly enumerated."""
     worst = 0.0
     for seed in range(30):
         a, b = quadratic(seed)
@@ -141,7 +141,7 @@ def exact_errors(penalty, coins, a, b, lr, rounds):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mean_error_obeys_the_theorem(seed):
-    """A1.3: the exact second moment never exceeds (1 - lr mu)^t |t0 - best|^2 + 2 lr sigma^2 / mu."""
+    """The exact second moment never exceeds (1 - lr mu)^t |t0 - best|^2 + 2 lr sigma^2 / mu."""
     a, b = quadratic(seed, spread=3.0)
     penalty = pulls(seed + 7)
     eigenvalues = torch.linalg.eigvalsh(a)
@@ -166,7 +166,7 @@ def minimiser_of(fed, algorithm):
 
 
 def test_noise_floor_is_linear_in_the_step():
-    """A1.4: it does not converge at a fixed step; a step ten times smaller leaves less than .35 of the error."""
+    """It does not converge at a fixed step; a step ten times smaller leaves less than .35 of the error."""
     a, b = quadratic(4, spread=3.0)
     penalty = pulls(5)
     top = float(torch.linalg.eigvalsh(a).max())
@@ -237,7 +237,7 @@ def test_from_theory_minimises_the_expected_smoothness():
 
 
 def test_counts():
-    """A1.5: raw rounds and the paper's starts of runs, for independent coins; the ledger has the raw rounds."""
+    """Raw rounds and the paper's starts of runs, for independent coins; the ledger has the raw rounds."""
     generator = torch.Generator().manual_seed(0)
     rounds, p0, p = 400_000, 0.3, 0.4
     everyone = torch.rand(rounds, generator=generator) < p0
@@ -263,7 +263,7 @@ def test_counts():
 
 
 def test_averages_may_be_reused_when_weights_are_equal():
-    """A1.5: after a within round m_j stays if gamma is constant in the cluster; after a global round m stays if
+    """After a within round m_j stays if gamma is constant in the cluster; after a global round m stays if
     alpha gamma is, and m_j moves to (1 - c) m_j + c m with c = lr gamma alpha / p0."""
     rng, lr = np.random.default_rng(0), 0.05
     u = torch.from_numpy(rng.normal(size=(N, D)))

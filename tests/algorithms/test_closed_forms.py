@@ -1,4 +1,4 @@
-"""Algorithms against closed forms for least squares (asymptotics-flix.md A1, A2) and brute-force loops."""
+"""Algorithms against closed forms for least squares and brute-force loops."""
 
 import numpy as np
 import pytest
@@ -77,12 +77,21 @@ def test_fine_tuned_filters_the_residual():
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 3.0])
 def test_ditto_reaches_the_proximal_point_of_fedavg(lam):
-    run = fit(world(), make("ditto", lr=0.1, lam=lam, steps=3, batch=0), rounds=3000)
+    run = fit(world(), make("ditto", lr=0.1, lam=lam, steps=3, batch=0), rounds=1500)
     centre = fedavg_limit(0.1, 3)
     np.testing.assert_allclose(run.state.x, centre, atol=1e-9)
     for w, x, y in list(zip(run.personal, XS, YS, strict=True))[1:]:
         hessian = x.T @ x / len(x) + lam * np.eye(D)
         np.testing.assert_allclose(w, np.linalg.solve(hessian, x.T @ y / len(x) + lam * centre), atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", [0, 4])
+def test_ditto_draws_its_two_descents_apart(batch):
+    """Without pull both start at x; they part if and only if minibatches are drawn."""
+    run = fit(world(), make("ditto", lr=0.01, lam=0.0, batch=batch), rounds=1)
+    personal = (torch.tensor(SHARE).unsqueeze(-1) * run.personal).sum(0)
+    apart = float((personal - run.state.x).norm() / run.state.x.norm())
+    assert apart > 1e-3 if batch else apart < 1e-12
 
 
 def test_ditto_without_pull_is_local_and_oracle_on_one_cluster_is_fedavg():
@@ -106,10 +115,10 @@ def test_oracle_averages_inside_clusters_only():
 
 @pytest.mark.parametrize("runtime", ["stacked", "loop", "nodes"])
 def test_ledger_of_fedavg_is_n_t_d(runtime):
-    from coterie.runtime.loopback import Nodes
+    from coterie.deploy.loopback import LoopbackRuntime
 
     fed = world(loop=runtime == "loop")
-    fed = Nodes.split(fed, 2) if runtime == "nodes" else fed
+    fed = LoopbackRuntime.split(fed, 2) if runtime == "nodes" else fed
     run = fit(fed, make("fedavg"), rounds=6)
     assert run.fed.ledger.total("floats_down") == run.fed.ledger.total("floats_up") == 5 * 6 * D
     assert run.fed.ledger.total("bytes_up") == 8 * 5 * 6 * D

@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 from coterie.algorithms.cobo import CoBo
-from coterie.runs.cobo_quadratic import block_weights, bowls, centres, curvatures, trajectory
+from coterie.experiments.cobo_quadratic import block_weights, bowls, centres, curvatures, trajectory
 
 
 def error(fed, models):
@@ -57,6 +58,7 @@ def test_the_model_of_an_absent_client_pulls_for_as_long_as_patience_says():
         assert count == pulled
 
 
+@pytest.mark.slow
 def test_a_third_of_the_clients_a_round_still_finds_the_clusters():
     fed = bowls((5, 5), seed=4)
     *_, last = trajectory(fed, CoBo(0.05, 0.5, 0.05, sampling="all", participation=0.3, batch=0), 1800)

@@ -1,21 +1,25 @@
 """Every algorithm found keeps every promise, and an algorithm that breaks one is caught."""
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from coterie import Algorithm, State, check_algorithm, setting
-from coterie.algorithms import all_algorithms
-from coterie.runs.conformance import CHECKS
+from coterie._core.errors import CoterieError
+from coterie.algorithms import all_algorithms, make
+from coterie.conformance import PROMISES, killed_and_resumed_equals_uninterrupted, same_as_stacked
+from coterie.conformance.runtimes import RUNTIMES
+from coterie.deploy.loopback import LoopbackRuntime
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("promise", PROMISES)
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
-def test_promise(name, check):
+def test_promise(name, promise):
     algorithm = all_algorithms()[name]()
-    check(algorithm.replace(batch=4 if algorithm.batch else 0))
+    PROMISES[promise](algorithm.replace(batch=4 if algorithm.batch else 0))
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ SEEN: list[int] = []
         (ChangesInput, "inputs_are_not_changed|stacked"),
         (ChangesKept, "inputs_are_not_changed|stacked|chunks|messages"),
         (ReadsOthers, "stacked_equals_one_by_one"),
-        (AssumesAll, "any_subset_may_answer"),
+        (AssumesAll, "few_may_answer"),
         (HasMemory, "stacked|killed"),
         (Undeclared, "ledger_equals_declaration"),
         (Uncited, "documentation_names_its_source"),
@@ -106,7 +110,7 @@ def test_a_broken_promise_is_caught(cls, promise):
 
 
 def test_a_sound_algorithm_passes():
-    assert len(check_algorithm(Sound())) == len(CHECKS)
+    assert check_algorithm(Sound()) == list(PROMISES)
 
 
 def test_nan_reaching_the_server_is_caught():
@@ -124,3 +128,40 @@ def test_nan_reaching_the_server_is_caught():
 
     with pytest.raises(AssertionError):
         check_algorithm(Hides())
+
+
+class Forgetful(LoopbackRuntime):
+    """Loses what clients keep when a run is resumed."""
+
+    def fresh(self, seed=None):
+        return Forgetful(super().fresh(seed).nodes, self.place)
+
+    def restore(self, tensors):
+        super().restore({})
+
+
+class Eager(LoopbackRuntime):
+    """Trains the clients in the order of the nodes, not in the order in which they were asked."""
+
+    def fresh(self, seed=None):
+        return Eager(super().fresh(seed).nodes, self.place)
+
+    def run(self, call, visits):
+        answer = super().run(call, visits)
+        return replace(answer, named={name: value.flip(0) for name, value in answer.named.items()})
+
+
+@pytest.mark.parametrize(
+    ("runtime", "check"),
+    [(Forgetful, killed_and_resumed_equals_uninterrupted), (Eager, same_as_stacked)],
+)
+def test_a_broken_runtime_is_caught(runtime, check):
+    @contextmanager
+    def host(algorithm, options):
+        with RUNTIMES["loopback"](algorithm, options) as here:
+            here.fed.runtime = runtime(here.fed.runtime.nodes, here.fed.runtime.place)
+            yield here
+
+    check(make("ditto"), RUNTIMES["loopback"])
+    with pytest.raises((AssertionError, CoterieError)):
+        check(make("ditto"), host)

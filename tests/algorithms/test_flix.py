@@ -1,4 +1,4 @@
-"""FLIX against closed forms and its corrected theorems (facts E6 and E7), what it sends and what "auto" chooses."""
+"""FLIX against closed forms and its corrected theorems, what it sends and what "auto" chooses."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,15 @@ from torch import Tensor
 
 import coterie
 from coterie import Federation
+from coterie._core import randomness
+from coterie._core.errors import SettingError
 from coterie.algorithms.flix import FLIX
-from coterie.errors import SettingError
-from coterie.federation import randomness
-from coterie.federation.compressors import compressor
-from coterie.runs.conformance import federation
-from coterie.runs.flix_runs import states
-from coterie.runs.plan import cost, mixed_losses, rounds_within
+from coterie.conformance import federation
+from coterie.engine.compressors import compressor
+from coterie.select.flix_runs import states
+from coterie.select.plan import cost, mixed_losses, rounds_within
 from coterie.theory import flix as theory
+from coterie.theory import flix_rounds
 
 ALPHAS = (0.1, 0.5, 1.0)
 
@@ -76,6 +77,18 @@ def test_a_round_of_gradient_descent_is_a_step_on_the_written_out_objective(logi
         torch.testing.assert_close(xs[k + 1], xs[k] - 0.7 * slope(xs[k]), rtol=0, atol=1e-13)
 
 
+def test_adam_is_torchs_adam_on_the_written_out_objective(logistic):
+    fed, alpha = logistic(), torch.full((8,), 0.6, dtype=torch.float64)
+    xs, ran = iterates(fed, FLIX(alpha=0.6, solver="adam", lr=0.05, batch=0), 5)
+    x = xs[0].clone().requires_grad_()
+    adam = torch.optim.Adam([x], lr=0.05)
+    for expected in xs[1:]:
+        adam.zero_grad()
+        objective(fed, own_models(ran), alpha, x).backward()
+        adam.step()
+        torch.testing.assert_close(x.detach(), expected, rtol=0, atol=1e-12)
+
+
 def test_local_models_are_minimisers(logistic):
     for local in ({}, {"local": "sgd", "batch": 0, "local_lr": 0.5, "local_steps": 5000}):
         ran = iterates(logistic(), FLIX(local_tol=1e-8, **local), 0)[1]
@@ -119,7 +132,7 @@ def test_gradient_descent_obeys_its_rate_from_the_one_shot_average_for_every_rou
         gaps = torch.tensor(mixed_losses(fed, algorithm, 200), dtype=torch.float64)
         gaps = gaps - gaps.min()
         mixture = algorithm.mixture(fed)
-        bound = gaps[0] * theory.dgd_rate(mixture) ** torch.arange(len(gaps)).double()
+        bound = gaps[0] * flix_rounds.dgd_rate(mixture) ** torch.arange(len(gaps)).double()
         assert (gaps <= bound * (1 + 1e-9) + 1e-14).all()
         own = own_models(iterates(fed, algorithm, 1)[1])
         assert gaps[0] <= theory.one_shot_bound(mixture, mixture.spread(own))
@@ -128,8 +141,8 @@ def test_gradient_descent_obeys_its_rate_from_the_one_shot_average_for_every_rou
         )
         for eps in (1e-3, 1e-6):
             needed = int((gaps <= eps).nonzero()[0])
-            assert theory.dgd_rounds(mixture, float(gaps[0]), eps) >= needed
-            closed = theory.rounds_for_alpha(
+            assert flix_rounds.dgd_rounds(mixture, float(gaps[0]), eps) >= needed
+            closed = flix_rounds.rounds_for_alpha(
                 alpha, eps, float(mixture.smoothness.mean()), 0.1, mixture.spread(own)
             )
             assert closed >= needed
@@ -159,7 +172,7 @@ def test_diana_converges_where_dcgd_stalls_below_its_floor(logistic):
         xs, _ = iterates(fed, FLIX.from_theory(fed, 0.5, solver, "rand-3", local_tol=1e-12), 500)
         errors[solver] = (xs - best).square().sum(-1)
     assert errors["diana"][-1] < 1e-18
-    floor = theory.dcgd_floor(probe.mixture(fed), compressor("rand-3").omega(fed.d), at_best)
+    floor = flix_rounds.dcgd_floor(probe.mixture(fed), compressor("rand-3").omega(fed.d), at_best)
     assert 1e-6 < errors["dcgd"][-200:].mean() <= floor
 
 
@@ -172,7 +185,7 @@ def test_diana_obeys_its_bound_in_the_mean(logistic):
     mean = torch.stack(runs).mean(0)
     curvature, beta = float(mixture.curvatures.max()), theory.diana_beta(omega)
     scale = 1 + 4 * algorithm.lr**2 * omega / (fed.n * beta) * curvature**2
-    bound = scale * mean[0] * theory.diana_rate(mixture, omega) ** torch.arange(151).double()
+    bound = scale * mean[0] * flix_rounds.diana_rate(mixture, omega) ** torch.arange(151).double()
     assert (mean <= bound).all()
     gap = 0.5 * mixture.L * float(mean[0])
     for eps in (1e-4, 1e-8):
@@ -181,7 +194,7 @@ def test_diana_obeys_its_bound_in_the_mean(logistic):
             if (0.5 * mixture.L * mean <= eps).any()
             else 151
         )
-        assert theory.diana_rounds(mixture, omega, gap, eps) >= needed
+        assert flix_rounds.diana_rounds(mixture, omega, gap, eps) >= needed
 
 
 def test_one_shot_is_the_weighted_average_in_one_round(logistic):

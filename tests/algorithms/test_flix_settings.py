@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import coterie
+from coterie._core.errors import SettingError
 from coterie.algorithms.flix import FLIX
-from coterie.errors import SettingError
 
 SETTINGS = [
     {"solver": "dcgd", "compressor": "qsgd-2"},

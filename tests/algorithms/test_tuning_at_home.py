@@ -1,14 +1,14 @@
-"""FTFA, RTFA, MAML-FL, pFedMe and local against the closed forms of their limits (fact E2)."""
+"""FTFA, RTFA, MAML-FL, pFedMe and local against the closed forms of their limits."""
 
 import pytest
 import torch
 
 from coterie import Federation, fit, models
+from coterie._core import randomness
+from coterie._core.errors import SettingError
 from coterie.algorithms import FTFA, RTFA, FedAvg, FineTuned, Local, MamlFL, PFedMe
 from coterie.data import generate
 from coterie.data.rows import Rows
-from coterie.errors import SettingError
-from coterie.federation import randomness
 from coterie.theory import filters
 
 CLIENTS = generate.random_effects(
@@ -110,6 +110,17 @@ def test_maml_and_pfedme_personalise_their_own_centre():
     prox = PFedMe(lr=0.5, lam=1.5, steps=1, inner_steps=0, batch=0)
     found = fit(federation(), prox, rounds=400, evaluate_every=0).personal
     close(found, personal(centre(filters.proximal(1.5)), filters.ridge(1.5)))
+
+
+@pytest.mark.parametrize("beta", [0.5, 2.0])
+def test_pfedme_goes_beta_times_the_way_to_the_average(beta):
+    """The fixed point does not depend on beta, a round does."""
+    whole, part = (
+        fit(federation(), PFedMe(lr=0.5, lam=1.5, steps=2, inner_steps=0, batch=0, beta=one), rounds=1)
+        for one in (1.0, beta)
+    )
+    first = federation().initial_model()
+    torch.testing.assert_close(part.state.x - first, beta * (whole.state.x - first))
 
 
 def test_pfedme_inner_steps_approach_the_solution():

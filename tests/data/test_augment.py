@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional
 
 from coterie import models
+from coterie._core import randomness
+from coterie._core.errors import DataError, SettingError
 from coterie.data.augment import CropFlip
-from coterie.errors import DataError, SettingError
-from coterie.federation import randomness
-from coterie.federation.federation import Federation
-from coterie.runs.fit import fit
+from coterie.engine.federation import Federation
+from coterie.train.fit import fit
 
 
 def keys(*shape: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from coterie._core.errors import DataError
 from coterie.data import bundled, tables
-from coterie.errors import DataError
 
 ORIGINALS = Path(__file__).parents[3] / "shared" / "data" / "heart_disease"
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")

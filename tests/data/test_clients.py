@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from coterie._core.errors import DataError
 from coterie.data.clients import Clients, Pool
-from coterie.errors import DataError
 
 
 def _clients(**changes: object) -> Clients:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie._core.errors import DataError
 from coterie.data import column_types as columns
 from coterie.data import delimited, tables
-from coterie.errors import DataError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 PLAIN = b"client,x,word,y\na,1,red,0.5\nb,2,blue,1.5\n"
@@ -133,7 +133,7 @@ cells = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(names, st.lists(cells, min_size=1, max_size=12))
 def test_any_frame_survives_writing_and_reading(
     some_names: list[str], rows: list[tuple[int | None, float | None, str | None]]

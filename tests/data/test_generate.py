@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.data.clients import Clients
 from coterie.data.generate import clustered_regression, hierarchical_linear, random_effects
-from coterie.errors import SettingError
 
 
 def _truth(clients: Clients) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.images import cifar, idx
-from coterie.errors import DataError, SettingError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data are not here")
@@ -34,7 +34,7 @@ def _idx_files(folder: Path, images: bytes, labels: bytes) -> tuple[Path, Path]:
     return folder / "images", folder / "labels"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5)),
     packed=st.booleans(),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.leaf_files import LETTERS, leaf
-from coterie.errors import DataError, SettingError
 
 FEMNIST = Path(__file__).resolve().parents[3] / "shared" / "data" / "femnist"
 real = pytest.mark.skipif(not FEMNIST.is_dir(), reason="the shared FEMNIST archives are not here")

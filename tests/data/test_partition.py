@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data import partition
+from coterie._core.errors import CoterieError, DataError, SettingError
+from coterie._core.randomness import key
+from coterie.data import partition, row_shares
 from coterie.data.clients import Clients, Pool
-from coterie.errors import CoterieError, DataError, SettingError
-from coterie.federation.randomness import key
 
 labels_of_rows = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 seeds = st.integers(0, 2**40)
@@ -26,7 +26,7 @@ def labels_for_clients(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return draw(st.lists(st.integers(0, 6), min_size=n * min_rows, max_size=60)), n, min_rows
 
 
-thorough = settings(deadline=None, max_examples=40)
+thorough = settings(max_examples=40)
 
 
 def _pool(labels: list[int]) -> Pool:
@@ -219,6 +219,13 @@ def test_the_seed_matters(split: Callable[[Pool, int], Clients]) -> None:
     assert not _same(split(pool, 1), split(pool, 2))
 
 
+def test_dirichlet_favours_nobody() -> None:
+    """Small classes are rounded to whole rows; over many of them every client gets as many."""
+    pool, n = _balanced(20, 10), 5
+    rows = [[len(y) for y in partition.dirichlet(pool, n, 1.0, seed=seed).ys] for seed in range(30)]
+    assert torch.allclose(torch.tensor(rows).double().mean(0), torch.tensor(40.0).double(), atol=5)
+
+
 def test_dirichlet_shares_have_the_right_spread() -> None:
     """A share has mean 1/n and variance (n - 1) / (n^2 (n alpha + 1))."""
     classes, each, n = 300, 100, 4
@@ -232,7 +239,7 @@ def test_dirichlet_shares_have_the_right_spread() -> None:
 
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 3.0, 100.0])
 def test_gamma_draws(alpha: float) -> None:
-    draws = partition._log_gamma_draws(key(9, "test", torch.arange(100)), 500, alpha)
+    draws = row_shares.log_gamma_draws(key(9, "test", torch.arange(100)), 500, alpha)
     value, count = draws.exp(), draws.numel()
     assert float(value.mean()) == pytest.approx(alpha, abs=5 * (alpha / count) ** 0.5)
     assert float(value.var()) == pytest.approx(alpha, rel=5 * ((2 + 6 / alpha) / count) ** 0.5)
@@ -243,7 +250,7 @@ def test_gamma_draws(alpha: float) -> None:
 @given(caps=st.lists(st.integers(0, 12), min_size=1, max_size=9), data=st.data())
 def test_level_is_the_most_even_filling(caps: list[int], data: st.DataObject) -> None:
     total = data.draw(st.integers(0, sum(caps)))
-    level = partition._level(torch.tensor(caps), total).tolist()
+    level = row_shares.level(torch.tensor(caps), total).tolist()
     assert sum(level) == total and all(0 <= one <= cap for one, cap in zip(level, caps, strict=True))
     below_cap = [one for one, cap in zip(level, caps, strict=True) if one < cap]
     assert not below_cap or max(level) - min(below_cap) <= 1

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie._core.errors import DataError
 from coterie.data import bundled, tables
 from coterie.data.preprocess import Moments, Preprocessor, Statistics, local_statistics
-from coterie.errors import DataError
 
 
 def fitted(frame: pl.DataFrame, **settings: Any) -> Preprocessor:
@@ -145,7 +145,7 @@ def test_federated_sums_on_the_bundled_hospitals() -> None:
 values = st.lists(st.none() | st.floats(-1e6, 1e6), max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.tuples(values, values, values))
 def test_moments_merge_in_any_order(lists: tuple[list[float | None], ...]) -> None:
     first, second, third = (Moments.of(pl.Series(some, dtype=pl.Float64)) for some in lists)
@@ -161,7 +161,7 @@ def test_large_means_do_not_cancel() -> None:
     assert Moments.of(near[:1]).merge(Moments.of(near[1:])).sd == pytest.approx(math.sqrt(2 / 3), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-1e100, 1e100), min_size=2, max_size=6, unique=True), st.lists(st.text(), min_size=2)
 )

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.readers import arrays, columns, libsvm
-from coterie.errors import DataError, SettingError
 
 LIBSVM = Path(__file__).resolve().parents[3] / "shared" / "data" / "libsvm"
 real = pytest.mark.skipif(not LIBSVM.is_dir(), reason="the shared LIBSVM files are not here")
@@ -35,7 +35,7 @@ def _write(folder: Path, text: str, name: str = "rows") -> Path:
     return path
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(st.integers(-3, 3), st.dictionaries(st.integers(0, 11), _values, max_size=6)),

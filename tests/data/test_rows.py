@@ -1,10 +1,10 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie._core import randomness
 from coterie.data import rows as rows_module
 from coterie.data.rows import Rows
-from coterie.federation import randomness
 
 
 def ragged(sizes):
@@ -26,7 +26,6 @@ def full_means(rows, at, sizes):
     return result
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.booleans())
 def test_full_batches_hold_every_row_once(sizes, small):
     rows = ragged(sizes)
@@ -60,7 +59,6 @@ def test_one_client_needs_no_leading_axis():
     assert minibatch(rows, torch.tensor(1), keys, 2).x.shape == (2, 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 12))
 def test_minibatches_stay_inside_their_client(sizes, batch):
     rows = ragged(sizes)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.data.split import Split, split_rows
-from coterie.errors import SettingError
 
 Fractions = tuple[float, float, float]
 sizes_of_clients = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -29,7 +27,7 @@ def parts(split: Split, client: int) -> list[Tensor]:
     return [part.rows(client) for part in (split.train, split.validation, split.test)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes_of_clients, fractions(), seeds)
 def test_partition_and_train_never_empty(sizes: list[int], shares: Fractions, seed: int) -> None:
     split = split_rows(torch.tensor(sizes), shares, seed)
@@ -43,7 +41,7 @@ def test_partition_and_train_never_empty(sizes: list[int], shares: Fractions, se
         first += size
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes_of_clients, fractions(), seeds)
 def test_counts(sizes: list[int], shares: Fractions, seed: int) -> None:
     split = split_rows(torch.tensor(sizes), shares, seed)
@@ -53,7 +51,7 @@ def test_counts(sizes: list[int], shares: Fractions, seed: int) -> None:
         assert [len(rows) for rows in parts(split, client)] == [size - test - validation, validation, test]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes_of_clients, sizes_of_clients, fractions(), seeds)
 def test_deterministic_and_independent_of_other_clients(
     sizes: list[int], others: list[int], shares: Fractions, seed: int
@@ -93,10 +91,8 @@ def test_rows_are_drawn_evenly() -> None:
     assert torch.allclose(share, torch.tensor(0.2), atol=0.02)
 
 
-def test_large_federation_is_split_in_about_a_second() -> None:
-    started = time.perf_counter()
+def test_a_large_federation_is_split_exactly() -> None:
     split = split_rows(torch.full((100_000,), 20), (0.6, 0.2, 0.2), 0)
-    assert time.perf_counter() - started < 4
     assert split.train.size.sum() == 1_200_000
 
 

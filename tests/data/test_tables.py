@@ -10,9 +10,10 @@ from typing import Any
 import polars as pl
 import pytest
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data import column_types as columns
 from coterie.data import tables
-from coterie.errors import DataError, SettingError
+from coterie.data.describe import describe
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -206,7 +207,7 @@ def test_clients_are_sorted_and_rows_keep_their_order() -> None:
 
 def test_describe_classes_and_numbers() -> None:
     frame = table(client=["b"] * 8 + ["a"] * 4, x=[None, 1.0, 2.0] * 4, y=["p"] * 6 + ["q"] * 6)
-    found = tables.describe(frame, tables.check(frame, "client", "y", drop=["ward"]))
+    found = describe(frame, tables.check(frame, "client", "y", drop=["ward"]))
     assert (found["rows"], found["clients"], found["task"]) == (12, 2, "binary")
     assert found["client_sizes"] == {"min": 4, "q1": 5, "median": 6, "q3": 7, "max": 8}
     assert found["per_client"] == [
@@ -222,7 +223,7 @@ def test_describe_classes_and_numbers() -> None:
 
 def test_describe_regression() -> None:
     frame = table()
-    found = tables.describe(frame, tables.check(frame, "client", "y"))
+    found = describe(frame, tables.check(frame, "client", "y"))
     assert [client["target_mean"] for client in found["per_client"]] == pytest.approx([0.5, 0.6])
 
 
@@ -244,5 +245,5 @@ def test_real_tables(
     frame = tables.read(SHARED / name)
     frame = frame.filter(frame[target].is_not_null())
     spec = tables.check(frame, client, target, cluster, drop, source=str(SHARED / name))
-    found = tables.describe(frame, spec)
+    found = describe(frame, spec)
     assert (spec.task, found["clients"]) == (task, clients)

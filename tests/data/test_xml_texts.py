@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.leaf_files import LETTERS
 from coterie.data.xml_texts import plays, stackexchange
-from coterie.errors import DataError, SettingError
-from coterie.runs.experiments import shared_data
+from coterie.experiments.spec import shared_data
 
 POSTS = """<?xml version="1.0" encoding="utf-8"?>
 <posts>

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     import polars
 
-    from coterie.federation.federation import Federation
+    from coterie.engine.federation import Federation
 
 SIZES = (9, 14, 20, 31, 12, 40, 25, 18, 33, 10, 21)
 HOLDS = {"n0": (0, 1), "n1": (2, 3), "n2": (4, 5), **{f"n{k - 3}": (k,) for k in range(6, 11)}}
@@ -34,7 +34,7 @@ def table() -> polars.DataFrame:
     """Eleven clients in two groups with a binary target."""
     import polars
 
-    from coterie.federation import randomness
+    from coterie._core import randomness
 
     total = sum(SIZES)
     owner = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
@@ -58,12 +58,12 @@ class Live:
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         from coterie.data.federated import Roles
-        from coterie.runs import federate
+        from coterie.deploy import federation_folder
 
         self.frame, self.stack = table(), stack
         clients = {name: [client(k) for k in own] for name, own in HOLDS.items()}
         self.roles = Roles("who", "y", cluster="group")
-        self.folder = federate.init(path, clients, self.roles, port=federate.free_port())
+        self.folder = federation_folder.init(path, clients, self.roles, port=federation_folder.free_port())
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name, own in clients.items():
             self.rows(own).write_parquet(self.table(name))
@@ -79,17 +79,17 @@ class Live:
         return self.folder.path / "nodes" / name / "rows.parquet"
 
     def start_server(self) -> None:
-        from coterie.runs import federate
+        from coterie.deploy import federation_folder
 
-        words = federate.command("federate", "server", self.folder.path, "--host", "127.0.0.1")
+        words = federation_folder.command("federate", "server", self.folder.path, "--host", "127.0.0.1")
         self.start("server", words)
-        federate.wait_for_port("127.0.0.1", self.folder.port, PATIENCE)
+        federation_folder.wait_for_port("127.0.0.1", self.folder.port, PATIENCE)
 
     def start_node(self, name: str, *more: str) -> None:
-        from coterie.runs import federate
+        from coterie.deploy import federation_folder
 
         place = self.folder.path / "nodes" / name
-        words = federate.command("federate", "node", place, "--data", self.table(name))
+        words = federation_folder.command("federate", "node", place, "--data", self.table(name))
         words += ["--server", f"127.0.0.1:{self.folder.port}"]
         if len(HOLDS[name]) == 1:
             words += ["--client", client(HOLDS[name][0])]
@@ -97,14 +97,14 @@ class Live:
 
     def start_shard(self, name: str) -> None:
         """A node whose table says who its many clients are."""
-        from coterie.runs import federate
+        from coterie.deploy import federation_folder
 
         place = self.folder.path / "nodes" / name
-        words = federate.command("federate", "node", place, "--data", self.table(name))
+        words = federation_folder.command("federate", "node", place, "--data", self.table(name))
         self.start(name, [*words, "--server", f"127.0.0.1:{self.folder.port}"])
 
     def start(self, name: str, words: list[str]) -> None:
-        from coterie.runs.federate_demo import process
+        from coterie.deploy.demo import process
 
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         log = self.folder.path / f"{name}.log"
@@ -120,11 +120,11 @@ class Live:
 
     def job(self, name: str, algorithm: Any, rounds: int, nodes: Sequence[str] = THREE, **more: Any) -> Path:
         """A run that is asked for, not yet started."""
-        from coterie.runs.federate_job import Request
+        from coterie.deploy.job import JobRequest
 
         job = self.folder.path / "jobs" / name
         every = {key: more.pop(key, 0) for key in ("checkpoint_every", "evaluate_every")}
-        Request(
+        JobRequest(
             out=str(self.folder.path / "runs" / name),
             algorithm={"name": algorithm.name, "settings": algorithm.settings()},
             plan={"rounds": rounds, "select": "last", **every},
@@ -135,37 +135,37 @@ class Live:
 
     def run(self, *jobs: Path, watch: Callable[[dict[str, Any]], None] = lambda told: None) -> None:
         """Start jobs and follow them to the end."""
-        from coterie.runs import federate
+        from coterie.deploy import federation_folder
 
-        federate.submit(self.folder, jobs)
+        federation_folder.submit(self.folder, jobs)
         for job in jobs:
-            federate.follow(job, watch, limit=PATIENCE)
+            federation_folder.follow(job, watch, limit=PATIENCE)
 
     def local(self, nodes: Sequence[str] = THREE, **options: Any) -> Federation:
         """The same clients in this process."""
         import polars
 
-        from coterie.data.load import load_table
+        from coterie.engine.federation import Federation
 
         clients = [client(k) for name in nodes for k in HOLDS[name]]
         rows = self.frame.filter(polars.col("who").is_in(clients))
         roles = {"cluster": "group"} if not options.pop("plain", False) else {"drop": ["group"]}
-        return load_table(rows, "who", "y", **roles, **options)
+        return Federation.from_table(rows, "who", "y", **roles, **options)
 
     def models(self, job: Path, nodes: Sequence[str] = THREE) -> dict[str, torch.Tensor]:
         """The models on the disks of the nodes, by client."""
-        from coterie.runs import files
-        from coterie.runs.federate_job import Request
+        from coterie._core import files
+        from coterie.deploy.job import JobRequest
 
         found = {}
         for name in nodes:
-            place = self.folder.path / "nodes" / name / "state" / Request.read(job).run / "run" / "models"
+            place = self.folder.path / "nodes" / name / "state" / JobRequest.read(job).run / "run" / "models"
             personal = files.read_tensors(place / "models.safetensors")[0]["personal"]
             found |= dict(zip(files.read_json(place / "model.json")["clients"], personal, strict=True))
         return found
 
     def result(self, job: Path) -> dict[str, Any]:
-        from coterie.runs import files
+        from coterie._core import files
 
         return files.read_json(self.folder.path / "runs" / job.name / "result.json")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coterie.algorithms import all_algorithms, make
-from coterie.runs.fit import fit
+from coterie.train.fit import fit
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Live
@@ -65,8 +65,8 @@ def test_personal_models_are_not_on_the_server(live: Live, parity: dict[str, Any
 
 def test_two_shards_of_five_thousand_clients(live: Live) -> None:
     """Stacked on two nodes and on one machine."""
-    from coterie.data.load import load_table
-    from coterie.federation import randomness
+    from coterie._core import randomness
+    from coterie.engine.federation import Federation
 
     clients, rows = 10_000, 4
     total = clients * rows
@@ -89,7 +89,7 @@ def test_two_shards_of_five_thousand_clients(live: Live) -> None:
         algorithm = make("ditto", lr=0.1)
         job = live.job("shards", algorithm, 3, ("n6", "n7"))
         live.run(job)
-        here = fit(load_table(frame, "who", "y", cluster="group"), algorithm, 3, evaluate_every=0)
+        here = fit(Federation.from_table(frame, "who", "y", cluster="group"), algorithm, 3, evaluate_every=0)
         same(live, job, here, ("n6", "n7"))
         trained = here.fed.ledger.total("messages_up", phase="train")
         assert trained == 3 * clients
@@ -100,15 +100,18 @@ def test_two_shards_of_five_thousand_clients(live: Live) -> None:
             live.start_node(name)
 
 
-def test_a_round_is_quick_after_the_first(live: Live) -> None:
-    """Nodes answer from memory; a process for every message takes ten seconds or so."""
-    seen: list[tuple[int, float]] = []
+def test_nodes_answer_from_memory(live: Live) -> None:
+    """No process is started for a message, which would take ten seconds or so."""
+    started: set[str] = set()
+
+    def look(told: dict[str, Any]) -> None:
+        for name in ("n0", "n1", "n2"):
+            pid = live.processes[name].pid
+            started.update(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
     job = live.job("quick", make("fedavg", lr=0.1), 12)
-    live.run(job, watch=lambda told: seen.append((told.get("round", 0), told.get("seconds", 0.0))))
-    first = next(pair for pair in seen if pair[0] >= 2)
-    seconds = (seen[-1][1] - first[1]) / (seen[-1][0] - first[0])
-    print(f"{seconds:.2f} s a round")
-    assert seconds < 2.0
+    live.run(job, watch=look)
+    assert not started and live.result(job)["left_out"] == []
 
 
 def test_flowers_own_supernode_gives_the_same(live: Live) -> None:
@@ -128,31 +131,31 @@ def test_flowers_own_supernode_gives_the_same(live: Live) -> None:
 
 
 def test_run_is_left_by_ctrl_c_and_attach_follows(live: Live, until: Any) -> None:
-    from coterie.runs import federate
+    from coterie.deploy import federation_folder
 
     folder = live.folder.path
-    words = federate.command("federate", "run", folder, "--algorithm", "fedavg", "--rounds", 12)
+    words = federation_folder.command("federate", "run", folder, "--algorithm", "fedavg", "--rounds", 12)
     words += ["--name", "left", "--deadline", "20", "--evaluate-every", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     job = folder / "jobs" / "left"
-    until(lambda: federate.progress(job).get("round", 0) >= 2)
+    until(lambda: federation_folder.progress(job).get("round", 0) >= 2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "The run goes on" in errors and "federate attach" in errors
-    done = subprocess.run(federate.command("federate", "attach", folder), capture_output=True, text=True)
+    assert "The run continues" in errors and "federate attach" in errors
+    done = subprocess.run(
+        federation_folder.command("federate", "attach", folder), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout and "runs/left" in done.stdout
     assert live.result(job)["rounds"] == 12 and live.result(job)["lost_rounds"] == 0
 
 
 def test_the_demo_needs_one_command(tmp_path: Any) -> None:
-    from coterie.runs import federate
+    from coterie.deploy import federation_folder
 
-    began = time.monotonic()
-    words = federate.command("federate", "demo", "--rounds", 5, "--out", tmp_path / "demo")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    words = federation_folder.command("federate", "demo", "--rounds", 5, "--out", tmp_path / "demo")
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for hospital in ("cleveland", "hungarian", "switzerland", "va"):
         assert hospital in done.stdout
-    assert time.monotonic() - began < 180.0

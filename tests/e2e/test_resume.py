@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,9 @@ if TYPE_CHECKING:
     from tests.conftest import Command
 
 RESULTS = ("models/models.safetensors", "models/model.json", "metrics.parquet", "ledger.parquet")
-ROUNDS = 300
-COTERIE = (sys.executable, "-m", "coterie")
-PATIENCE = 60.0
+ROUNDS = 20
 
-# The command with one change: the process kills itself just before a file gets its final name.
+# The command with one change: the process kills itself just before a file gets its final name, half of it written.
 KILLED_AT = """
 import os, signal, sys
 from coterie.cli import main
@@ -31,6 +28,7 @@ def replace(source, destination):
     global times
     times -= os.path.basename(destination).startswith(name)
     if times == 0:
+        os.truncate(source, os.path.getsize(source) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
     rename(source, destination)
 os.replace = replace
@@ -38,11 +36,11 @@ main()
 """
 
 
-def fit(out: Path, *more: object, rounds: int = ROUNDS) -> list[str]:
+def fit(out: Path) -> list[str]:
     """A run with everything that lasts: personal models, clients that are away, models chosen by score."""
-    options = ("--client", "hospital", "--target", "sick", "--rounds", rounds, "--out", out)
+    options = ("--client", "hospital", "--target", "sick", "--rounds", ROUNDS, "--out", out)
     chance = ("--algorithm", "ditto", "--set", "participation=0.5", "--dropout", 0.4, "--select", "best")
-    return [str(part) for part in ("fit", "heart_disease", *options, *chance, *more)]
+    return [str(part) for part in ("fit", "heart_disease", *options, *chance, "--checkpoint-every", 4)]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -54,104 +52,55 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def expected(command: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The files of a run that nobody disturbed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    done = subprocess.run([*COTERIE, *fit(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert command(*fit(out)).code == 0
     return results(out)
 
 
-@pytest.fixture(scope="module")
-def expected_short(command: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("short") / "run"
-    assert command(*fit(out, rounds=20)).code == 0
-    return results(out)
-
-
-def kill_when(moment: Callable[[], bool], arguments: Sequence[str]) -> None:
-    """Start the command and kill -9 it at the moment."""
-    process = subprocess.Popen([*COTERIE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + PATIENCE
-    try:
-        while process.poll() is None and not moment() and time.monotonic() < deadline:
-            time.sleep(0.0005)
-    finally:
-        process.kill()
-        _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, f"the run was over before the moment: {errors.decode()}"
+def killed(name: str, times: int, arguments: Sequence[str], run: Path) -> None:
+    """Start the command, which kills itself when a file that begins with `name` is about to be there the nth time."""
+    script = [sys.executable, "-c", KILLED_AT, name, str(times), *arguments]
+    done = subprocess.run(script, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in run.rglob("*.tmp")], "it was killed at another moment than meant"
+    assert not (run / "result.json").exists()
 
 
 def saved_round(run: Path) -> int:
     """The round of the last checkpoint; 0 before the first."""
-    try:
-        return int(json.loads((run / "checkpoint" / "checkpoint.json").read_text())["round"])
-    except FileNotFoundError:
-        return 0
+    pointer = run / "checkpoint" / "checkpoint.json"
+    return int(json.loads(pointer.read_text())["round"]) if pointer.exists() else 0
 
 
-def test_killed_before_the_first_checkpoint(
-    tmp_path: Path, command: Command, expected: dict[str, Any]
-) -> None:
-    run = tmp_path / "run"
-    kill_when((run / "config.toml").exists, fit(run, "--checkpoint-every", ROUNDS))
-    assert saved_round(run) == 0
-    assert command("resume", run).code == 0
-    assert results(run) == expected
-
-
-def test_killed_twice_in_the_middle_and_resumed_by_a_new_process(
-    tmp_path: Path, expected: dict[str, Any]
-) -> None:
-    run = tmp_path / "run"
-    kill_when(lambda: saved_round(run) >= 50, fit(run, "--checkpoint-every", 10))
-    first = saved_round(run)
-    kill_when(lambda: saved_round(run) >= first + 50, ["resume", str(run)])
-    assert first < saved_round(run) < ROUNDS
-    done = subprocess.run([*COTERIE, "resume", run], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert results(run) == expected
-
-
-def test_killed_near_the_end_while_a_checkpoint_is_written(
-    tmp_path: Path, command: Command, expected: dict[str, Any]
-) -> None:
-    """With so many checkpoints the run is nearly always writing one when it is killed."""
-    run = tmp_path / "run"
-    late, checkpoints = ROUNDS - 100, run / "checkpoint"
-
-    def writing() -> bool:
-        return saved_round(run) >= late and any(checkpoints.glob("*.tmp"))
-
-    kill_when(writing, fit(run, "--checkpoint-every", 2))
-    assert late <= saved_round(run) < ROUNDS
-    assert command("resume", run).code == 0
-    assert results(run) == expected
+IN_THE_MIDDLE, AT_THE_END = ("checkpoint.json", 3, 8), ("result.json", 1, 16)
+EVERYWHERE = (
+    ("round-", 1, 0),
+    IN_THE_MIDDLE,
+    ("models.safetensors", 1, 16),
+    ("metrics.parquet", 1, 16),
+    AT_THE_END,
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "times"),
-    [
-        ("round-", 1),
-        ("checkpoint.json", 3),
-        ("models.safetensors", 1),
-        ("metrics.parquet", 1),
-        ("result.json", 1),
-    ],
+    "moments",
+    [(IN_THE_MIDDLE, AT_THE_END), pytest.param(EVERYWHERE, marks=pytest.mark.slow)],
+    ids=["twice", "everywhere"],
 )
-def test_killed_just_before_a_file_is_complete(
-    tmp_path: Path, command: Command, expected_short: dict[str, Any], name: str, times: int
+def test_killed_again_and_again(
+    tmp_path: Path, command: Command, expected: dict[str, Any], moments: tuple[tuple[str, int, int], ...]
 ) -> None:
+    """Each time a new process goes on and is killed just before a file is complete."""
     run = tmp_path / "run"
-    arguments = fit(run, "--checkpoint-every", 4, rounds=20)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AT, name, str(times), *arguments], capture_output=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [path.name for path in run.rglob("*.tmp")], "it was killed at another moment than meant"
-    assert not (run / "result.json").exists()
-    assert command("resume", run).code == 0
-    assert results(run) == expected_short
+    arguments = fit(run)
+    for name, times, saved in moments:
+        killed(name, times, arguments, run)
+        assert saved_round(run) == saved
+        arguments = ["resume", str(run)]
+    assert command(*arguments).code == 0
+    assert results(run) == expected
 
 
 class TestAFinishedOrForeignRun:
@@ -224,7 +173,7 @@ class TestAFinishedOrForeignRun:
     def test_stopping_by_hand_says_how_to_go_on(
         self, command: Command, table: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from coterie.runs import checkpoint
+        from coterie.train import checkpoint
 
         def stop(*arguments: object) -> None:
             raise KeyboardInterrupt

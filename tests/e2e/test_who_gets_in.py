@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from coterie.errors import SettingError
-from coterie.runs import federate, files
-from coterie.runtime import keys
+from coterie._core import files
+from coterie._core.errors import SettingError
+from coterie.deploy import federation_folder, keys
 
 if TYPE_CHECKING:
     import httpx
@@ -36,7 +36,7 @@ def node_folder(live: Live, path: Path, name: str = "n0") -> Path:
 
 
 def start(live: Live, folder: Path, address: str | None = None) -> subprocess.CompletedProcess[str]:
-    words = federate.command("federate", "node", folder, "--data", live.table("n0"))
+    words = federation_folder.command("federate", "node", folder, "--data", live.table("n0"))
     words += ["--server", address or f"127.0.0.1:{live.folder.port}"]
     return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
@@ -45,7 +45,7 @@ def test_a_key_that_is_not_registered_is_refused(live: Live, tmp_path: Path) -> 
     folder = node_folder(live, tmp_path / "stranger")
     keys.make_node_key(folder, "n0")
     done = start(live, folder)
-    assert done.returncode == 2 and "refuses this node's key" in done.stderr
+    assert done.returncode == 2 and "rejected this node's key" in done.stderr
 
 
 def test_without_a_key_there_is_no_node(live: Live, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_server_with_a_foreign_certificate_gets_no_node(live: Live, tmp_path: 
     keys.make_authority(tmp_path / "other", "another federation")
     shutil.copy(tmp_path / "other" / "ca.crt", folder / "ca.crt")
     done = start(live, folder)
-    assert done.returncode == 2 and "no certificate of this federation" in done.stderr
+    assert done.returncode == 2 and "was not issued by this federation" in done.stderr
 
 
 @contextmanager
@@ -174,7 +174,7 @@ class TestRequests:
 def test_without_tls_only_this_machine(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "example.org", "10.0.0.1"):
         with pytest.raises(SettingError, match=r"127\.0\.0\.1 only"):
-            federate.require_loopback(host)
+            federation_folder.require_loopback(host)
 
 
 def test_no_secret_can_be_read_by_others(live: Live) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import coterie
-from coterie.errors import DataError, SettingError
-from coterie.models.adapted import Adapted
+from coterie._core.errors import DataError, SettingError
+from coterie.models.adapted import AdaptedModule
 from coterie.models.causal_lm import CausalLM, causal_lm
 from coterie.models.language_weights import Location, locate
 
@@ -97,13 +97,13 @@ def test_scores_take_more_rows_at_a_time_than_gradients(tiny: Path, monkeypatch:
     x, y = rows(12)
     model = causal_lm(tiny, micro_batch=1).fit_to(x, y)
     taken: list[int] = []
-    value = Adapted.value
+    value = AdaptedModule.value
 
-    def watched(self: Adapted, x: Tensor, *more: Any, **options: Any) -> Tensor:
+    def watched(self: AdaptedModule, x: Tensor, *more: Any, **options: Any) -> Tensor:
         taken.append(len(x))
         return value(self, x, *more, **options)
 
-    monkeypatch.setattr(Adapted, "value", watched)
+    monkeypatch.setattr(AdaptedModule, "value", watched)
     w, weight = point(model), torch.full((12,), 1 / 12, dtype=torch.float64)
     model.loss(w, x, y, weight)
     model.grad(w, x, y, weight)

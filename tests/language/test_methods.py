@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import coterie
+from coterie._core.errors import DataError, RunError
 from coterie.algorithms import make
-from coterie.errors import DataError, RunError
+from coterie.experiments.__main__ import main as run_job
+from coterie.experiments.jobs import load
+from coterie.experiments.reproduce import reproduce
 from coterie.models.causal_lm import causal_lm
-from coterie.runs.adapters import save_adapters
-from coterie.runs.experiments import load, reproduce
-from coterie.runs.experiments import main as run_job
+from coterie.train.adapters import save_adapters
 
 Documents = dict[str, list[str]]
 ROOT = Path(__file__).parents[2]
@@ -189,7 +190,7 @@ def test_one_job_needs_neither_polars_nor_rich() -> None:
     """What runs on a machine with torch, transformers and peft only."""
     code = (
         "import sys; sys.modules['polars'] = sys.modules['rich'] = sys.modules['plotly'] = None\n"
-        "import coterie.runs.experiments as e, coterie.runs.cobo_languages\n"
+        "import coterie.experiments.jobs as e, coterie.experiments.cobo_languages\n"
         "e.load('cobo/languages')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

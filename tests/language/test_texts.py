@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import coterie
+from coterie._core.errors import DataError, SettingError
 from coterie.data.languages import conllu_languages
 from coterie.data.texts import Texts, read_texts
 from coterie.data.tokens import Tokens, rows_of, tokenised
-from coterie.errors import DataError, SettingError
 from coterie.models.causal_lm import causal_lm
 
 Documents = dict[str, list[str]]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.functional import hessian
 
 from coterie import models
-from coterie.errors import DataError, SettingError
+from coterie._core.errors import DataError, SettingError
 from coterie.models.glm import Glm
 
 CLIENTS, ROWS, FEATURES = 3, 9, 4
@@ -104,7 +104,7 @@ def test_inputs_are_never_written(kind: str) -> None:
     model, *inputs = problem(kind, l2=0.2, intercept=True)
     before = [part.clone() for part in inputs]
     model.loss(*inputs), model.grad(*inputs), model.smoothness(*inputs), model.convexity(*inputs)
-    model.solve(*inputs, tol=1e-6, pull=0.1)
+    model.solve(*inputs, tol=1e-6, prox=0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
 
 
@@ -142,9 +142,9 @@ def test_statistics_say_the_same_as_the_rows(settings: dict[str, object]) -> Non
         torch.testing.assert_close(
             model.grad_from(stats, point), model.grad(point, x, y, weight), rtol=1e-12, atol=1e-12
         )
-    for pull in (0.0, 0.7):
+    for prox in (0.0, 0.7):
         torch.testing.assert_close(
-            model.solve_from(stats, w, pull), model.solve(w, x, y, weight, 1e-9, pull), rtol=1e-10, atol=1e-12
+            model.solve_from(stats, w, prox), model.solve(w, x, y, weight, 1e-9, prox), rtol=1e-10, atol=1e-12
         )
     one = tuple(part[0] for part in stats)
     torch.testing.assert_close(

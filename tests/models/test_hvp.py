@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coterie import models
-from coterie.federation import randomness
+from coterie._core import randomness
 
 
 def normal(name, *shape):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie import models
-from coterie.errors import SettingError
+from coterie._core.errors import SettingError
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -38,10 +38,6 @@ class Pair(nn.Linear):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (
-            nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)),
-            r"BatchNorm1d at '1'.*replace_batchnorm",
-        ),
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.2)), r"Dropout at '1'.*probability to 0"),
         (
             nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 3)),

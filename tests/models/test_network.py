@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian
 
 from coterie import models
-from coterie.errors import DataError, SettingError
+from coterie._core.errors import DataError, SettingError
 from coterie.models.base import norm
+from coterie.models.gradient_backends import GradientBackends
 from coterie.models.network import Network
-from coterie.models.ways import Ways
 
 CLIENTS, ROWS = 3, 5
 
@@ -94,7 +94,7 @@ def test_stacked_is_looped_is_in_pieces(shared: bool, monkeypatch: pytest.Monkey
     cases = (("grad", (x, y, weight)), ("loss", (x, y, weight)), ("scores", (x,)))
     expected = [getattr(replace(model, stacked=False), method)(w, *inputs) for method, inputs in cases]
     for stacked, limit in ((True, 1000), (True, 2), (False, 2)):
-        monkeypatch.setattr(Ways, "row_limit", lambda self, w, limit=limit: limit)
+        monkeypatch.setattr(GradientBackends, "row_limit", lambda self, w, limit=limit: limit)
         for (method, inputs), value in zip(cases, expected, strict=True):
             ours = getattr(replace(model, stacked=stacked), method)(w, *inputs)
             assert ours.is_contiguous()
@@ -105,8 +105,8 @@ def test_memory_per_row_is_what_a_backward_pass_keeps() -> None:
     x, y = rows()
     model, w, _ = stack(models.network(small), x, y)
     # kept: the row [4] in float32, tanh's output [6] (used by both tanh and the second layer)
-    assert model._bytes_per_row == 4 * (4 + 6)
-    assert model._ways.row_limit(w) == 2**30 // (8 * (4 + 6))
+    assert model.bytes_per_row == 4 * (4 + 6)
+    assert model.backends.row_limit(w) == 2**30 // (8 * (4 + 6))
 
 
 def test_auto_measures_once_per_scale_and_remembers() -> None:
@@ -276,7 +276,7 @@ def test_smoothness_is_the_norm_of_the_hessian() -> None:
     assert found.shape == (CLIENTS, 1)
 
     def value(i: int) -> Callable[[Tensor], Tensor]:
-        return lambda v: model._objective(v, x[i], y[i], weight[i]) + 0.05 * v.square().sum()
+        return lambda v: model.objective(v, x[i], y[i], weight[i]) + 0.05 * v.square().sum()
 
     for i in range(CLIENTS):
         largest = torch.linalg.eigvalsh(hessian(value(i), w[i])).abs().max()
@@ -284,15 +284,15 @@ def test_smoothness_is_the_norm_of_the_hessian() -> None:
     torch.testing.assert_close(model.smoothness(w[1], x[1], y[1], weight[1]), found[1], rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("pull", (0.0, 0.5))
-def test_solve_reaches_the_tolerance(pull: float) -> None:
+@pytest.mark.parametrize("prox", (0.0, 0.5))
+def test_solve_reaches_the_tolerance(prox: float) -> None:
     x, y = rows()
     model, w, weight = stack(models.network(small, l2=0.05, stacked=True), x, y)
-    found = model.solve(w, x, y, weight, tol=1e-6, pull=pull)
-    assert float(norm(model.grad(found, x, y, weight) + pull * (found - w)).max()) <= 1e-6
-    alone = model.solve(w[2], x[2], y[2], weight[2], tol=1e-6, pull=pull)
+    found = model.solve(w, x, y, weight, tol=1e-6, prox=prox)
+    assert float(norm(model.grad(found, x, y, weight) + prox * (found - w)).max()) <= 1e-6
+    alone = model.solve(w[2], x[2], y[2], weight[2], tol=1e-6, prox=prox)
     assert alone.shape == w[2].shape
-    assert float(norm(model.grad(alone, x[2], y[2], weight[2]) + pull * (alone - w[2]))) <= 1e-6
+    assert float(norm(model.grad(alone, x[2], y[2], weight[2]) + prox * (alone - w[2]))) <= 1e-6
 
 
 def test_task_follows_targets_and_outputs() -> None:

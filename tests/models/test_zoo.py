@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from coterie import models
-from coterie.errors import DataError, SettingError
-from coterie.models.zoo import GroupNorm, Zoo
+from coterie._core.errors import DataError, SettingError
+from coterie.models.layers import GroupNorm
+from coterie.models.zoo import Zoo
 
 CLIENTS, ROWS = 3, 4
 MAKE = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import coterie
+from coterie._core import files
 from coterie.algorithms import find
-from coterie.runs import files
 
 HOSTILE = "</script><b>7</b> & 'co'"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from coterie._core import files
 from coterie.report import collaboration
 from coterie.report.facts import RunFacts, read_runs
 from coterie.report.graph import graph
-from coterie.runs import files
 
 
 def one(folder: Path) -> RunFacts:
@@ -25,6 +25,7 @@ def titles(run: RunFacts) -> list[str]:
 def test_clusters_are_squares_on_the_diagonal(twelve: Path, tmp_path: Path) -> None:
     kind = np.arange(12) % 3
     weights = np.where(kind[:, None] == kind, 0.9, 0.1)
+    np.fill_diagonal(weights, 0.0)
     run = replace(one(twelve / "local"), folder=tmp_path)
     files.write_tensors(
         tmp_path / "traces.safetensors",
@@ -43,6 +44,10 @@ def test_clusters_are_squares_on_the_diagonal(twelve: Path, tmp_path: Path) -> N
     assert (np.diff(order) != 0).sum() == 2  # each cluster in one piece
     assert matrix.data[0]["z"][0][0] is None  # nobody learns from itself
     assert np.nanmax(np.array(matrix.data[0]["z"], dtype=float)) == 0.9
+    for client, group, inside, others in matrix.rows:
+        mates = {name for name, other, *_ in matrix.rows if other == group}
+        assert {kind[run.names.index(name)] for name in mates} == {kind[run.names.index(client)]}
+        assert (float(inside), float(others)) == (0.9, 0.1)  # oneself does not count
 
 
 def test_neighbours_are_those_with_the_largest_weights(twelve: Path) -> None:
@@ -58,15 +63,15 @@ def test_neighbours_are_those_with_the_largest_weights(twelve: Path) -> None:
 def test_what_each_method_shows(twelve: Path) -> None:
     assert titles(one(twelve / "ifca"))[-1] == "Groups over time"
     assert titles(one(twelve / "flix"))[-1] == "Mix of shared and own model"
-    assert titles(one(twelve / "local")) == ["Matrix, clients in the order of their groups", "Graph"]
-    assert "mixes the shared model" in collaboration.words(one(twelve / "flix"))
-    assert "decided who learns from whom" in collaboration.words(one(twelve / "cobo"))
+    assert titles(one(twelve / "local")) == ["Matrix, clients ordered by group", "Graph"]
+    assert "mixes the shared model" in collaboration.explain(one(twelve / "flix"))
+    assert "decided who learns from whom" in collaboration.explain(one(twelve / "cobo"))
 
 
 def test_one_model_for_all_has_no_map(comparison: Path) -> None:
     run = one(comparison / "fedavg")
     assert collaboration.collaboration(run, "0") == []
-    assert "one and the same model" in collaboration.words(run)
+    assert "one and the same model" in collaboration.explain(run)
 
 
 def test_many_clients_are_merged(thousand: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from coterie.report.gains import interval, mean_gain, verdict
+from coterie.report.gains import interval, mean_gain, scores, verdict
 
 
 def test_interval_of_a_share_is_wilsons() -> None:
@@ -50,3 +52,41 @@ def test_gains_that_cannot_be_known() -> None:
 )
 def test_verdicts(gain: float, low: float, high: float, expected: str) -> None:
     assert verdict(gain, low, high) == expected
+
+
+ROWS = np.array([10, 50])
+
+
+def shown(metric: str, *values: float) -> SimpleNamespace:
+    """What `scores` reads of a run."""
+    return SimpleNamespace(
+        names=["a", "b"], split="test", metric=metric, scores=np.array(values), rows=lambda split: ROWS
+    )
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("rmse", -1), ("accuracy", 1)])
+def test_the_interval_of_a_gain_combines_both_intervals(metric: str, sign: int) -> None:
+    """The limits of a difference of two estimates, from the limits of each (Zou and Donner, 2008)."""
+    run, alone = shown(metric, 0.5, 0.9), shown(metric, 0.7, 0.6)
+    found = scores(run, alone)
+    for k, rows in enumerate(ROWS):
+        better, worse = (run, alone) if sign > 0 else (alone, run)
+        one, other = better.scores[k], worse.scores[k]
+        (low, high), (other_low, other_high) = limits(metric, one, rows), limits(metric, other, rows)
+        assert found.gain[k] == pytest.approx(one - other)
+        assert found.gain_low[k] == pytest.approx(
+            one - other - np.hypot(one - low, other_high - other), abs=1e-6
+        )
+        assert found.gain_high[k] == pytest.approx(
+            one - other + np.hypot(high - one, other - other_low), abs=1e-6
+        )
+        np.testing.assert_allclose(
+            [found.low[k], found.high[k]], limits(metric, run.scores[k], rows), atol=1e-6
+        )
+
+
+def limits(metric: str, value: float, rows: int) -> tuple[float, float]:
+    if metric == "accuracy":
+        found = stats.binomtest(round(value * rows), int(rows)).proportion_ci(0.95, "wilson")
+        return found.low, found.high
+    return tuple(value * np.sqrt(rows / stats.chi2.ppf(tail, rows)) for tail in (0.975, 0.025))

@@ -8,9 +8,9 @@ import torch
 
 from coterie import fit
 from coterie.algorithms.cobo import CoBo
+from coterie.experiments.cobo_quadratic import bowls
 from coterie.report.weights import CELLS, save_weights, weights_of, weights_plot
-from coterie.runs.cobo_quadratic import bowls
-from coterie.runs.history import History
+from coterie.train.history import History
 
 
 def trained(**options):
@@ -29,9 +29,11 @@ def test_matrices_are_in_cluster_order_and_curves_are_shown():
     json.dumps(found)
 
 
-def test_a_run_folder_has_the_page(tmp_path):
-    run = trained(out=tmp_path / "run")
-    page = (tmp_path / "run" / "weights.html").read_text()
+def test_a_run_has_the_page(tmp_path):
+    run = trained()
+    title = "cobo: weights between clients"
+    assert save_weights(tmp_path / "weights.html", run.history, run.fed.names, run.fed.clusters, title)
+    page = (tmp_path / "weights.html").read_text()
     assert "mean weight inside clusters" in page and re.search(r'"prefix": ?"round "', page)
     figure = weights_plot(**weights_of(run.history, run.fed.names, run.fed.clusters))
     heat = [trace for trace in figure.data if trace.type == "heatmap"]

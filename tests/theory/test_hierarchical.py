@@ -1,13 +1,14 @@
-"""Objective and exact estimators for known clusters against dense algebra and simulation (clusters.md A0, A3)."""
+"""Objective and exact estimators for known clusters against dense algebra and simulation."""
 
 import numpy as np
 import pytest
 import torch
 
+from coterie._core.errors import SettingError
 from coterie.data.generate import hierarchical_linear
-from coterie.errors import SettingError
 from coterie.theory import hierarchical as exact
-from coterie.theory.hierarchical import Penalty
+from coterie.theory import linear_estimators
+from coterie.theory.cluster_penalty import Penalty, alpha_from_lambda
 from coterie.theory.variance_components import Sums
 
 
@@ -98,7 +99,7 @@ def test_gradient_equals_differences(name):
 
 @pytest.mark.parametrize("name", penalties())
 def test_block_elimination_is_the_dense_minimiser(name):
-    """A0.1: also for alpha = 0 (independent clusters) and alpha = 1 (a single cluster)."""
+    """Also for alpha = 0 (independent clusters) and alpha = 1 (a single cluster)."""
     sums, _, _ = problem()
     penalty = penalties()[name]
     found = exact.minimiser(sums.xx, sums.xy, penalty)
@@ -108,7 +109,7 @@ def test_block_elimination_is_the_dense_minimiser(name):
 
 
 def test_the_two_forms_have_the_same_minimiser_and_centres():
-    """A0.1: at the optimum common = m and w_j = alpha_j m + (1 - alpha_j) m_j; the map is its own inverse."""
+    """At the optimum common = m and w_j = alpha_j m + (1 - alpha_j) m_j; the map is its own inverse."""
     sums, _, _ = problem()
     for name in ("unequal", "some zero", "zero", "lambda"):
         penalty = penalties()[name]
@@ -121,14 +122,14 @@ def test_the_two_forms_have_the_same_minimiser_and_centres():
         assert (found.centres - mixed).abs().max() < 1e-9
         if name != "zero":
             assert (found.common - common).abs().max() < 1e-9 and (mean - common).abs().max() < 1e-9
-        again = exact.alpha_from_lambda(penalty.lambda_, penalty.weights)
+        again = alpha_from_lambda(penalty.lambda_, penalty.weights)
         assert (again - penalty.alpha).abs().max() < 1e-15
     assert Penalty.of(CLUSTERS, 1.0, lambda_=float("inf")).alpha.eq(1).all()
     assert Penalty.of(CLUSTERS, 1.0, alpha=1.0).lambda_.isinf().all()
 
 
 def test_the_common_mean_weighs_clusters_by_their_clients():
-    """A0.2: weights alpha_j G_j; alpha_j alone is another point, far away."""
+    """Weights alpha_j G_j; alpha_j alone is another point, far away."""
     gamma = torch.tensor([0.1, 1.0, 5.0])[CLUSTERS]
     penalty = Penalty.of(CLUSTERS, gamma, alpha=[0.3, 0.9, 0.05])
     models = normal(N, D) + 3 * CLUSTERS.unsqueeze(1)
@@ -159,15 +160,17 @@ def test_elimination_per_coordinate():
 
 def test_local_single_and_one_centre():
     sums, xs, ys = problem()
-    for t, x, y in zip(exact.local_least_squares(sums.xx, sums.xy), xs, ys, strict=True):
+    for t, x, y in zip(linear_estimators.local_least_squares(sums.xx, sums.xy), xs, ys, strict=True):
         torch.testing.assert_close(t, torch.linalg.pinv(x) @ y, atol=1e-8, rtol=1e-8)
     x, y = torch.cat(xs), torch.cat(ys)
-    torch.testing.assert_close(exact.single_least_squares(sums.xx, sums.xy), torch.linalg.pinv(x) @ y)
+    torch.testing.assert_close(
+        linear_estimators.single_least_squares(sums.xx, sums.xy), torch.linalg.pinv(x) @ y
+    )
     lam, identity = 0.6, torch.eye(D, dtype=torch.float64)
     inverse = torch.linalg.inv(sums.xx + lam * identity)
     bar = torch.linalg.solve(identity - lam * inverse.mean(0), exact.times(inverse, sums.xy).mean(0))
     printed = exact.times(inverse, sums.xy + lam * bar)
-    torch.testing.assert_close(exact.one_centre(sums.xx, sums.xy, lam), printed)
+    torch.testing.assert_close(linear_estimators.one_centre(sums.xx, sums.xy, lam), printed)
     penalty = Penalty.of(CLUSTERS, lam, alpha=1.0)
     torch.testing.assert_close(exact.minimiser(sums.xx, sums.xy, penalty).models, printed)
     alone = Penalty.of(torch.zeros(N, dtype=torch.long), lam, alpha=0.0)
@@ -178,16 +181,16 @@ def test_cross_validated_pull_is_the_best_of_a_brute_force_grid():
     xs, ys = [normal(8, 3) for _ in range(12)], []
     centre = normal(3)
     ys = [x @ (centre + normal(3)) + normal(8) for x in xs]
-    pull = exact.cross_validated_pull(xs, ys, folds=4, seed=5)
+    pull = linear_estimators.cross_validated_pull(xs, ys, folds=4, seed=5)
 
-    parts = [exact.fold_sums(x, y, 4, 5 + i) for i, (x, y) in enumerate(zip(xs, ys, strict=True))]
+    parts = [linear_estimators.fold_sums(x, y, 4, 5 + i) for i, (x, y) in enumerate(zip(xs, ys, strict=True))]
 
     def error(lam):
         total = 0.0
         for fold in range(4):
             a = torch.stack([part[0].sum(0) - part[0][fold] for part in parts])
             b = torch.stack([part[1].sum(0) - part[1][fold] for part in parts])
-            models = exact.one_centre(a, b, lam)
+            models = linear_estimators.one_centre(a, b, lam)
             total += sum(
                 float(t @ part[0][fold] @ t - 2 * part[1][fold] @ t)
                 for t, part in zip(models, parts, strict=True)
@@ -195,7 +198,7 @@ def test_cross_validated_pull_is_the_best_of_a_brute_force_grid():
         return total
 
     assert error(pull) <= min(error(lam) for lam in np.geomspace(0.05, 50, 25)) + 1e-3
-    sums = exact.fold_sums(xs[0], ys[0], 4, 5)
+    sums = linear_estimators.fold_sums(xs[0], ys[0], 4, 5)
     torch.testing.assert_close(sums[0].sum(0), xs[0].mT @ xs[0])
 
 
@@ -221,7 +224,7 @@ def marginal(i, xs, ys, noise, within, between):
 
 @pytest.mark.parametrize("rows", [[2, 1, 5, 9, 3, 4, 7, 2, 6], [1] * N, [6] * N])
 def test_marginal_estimator_is_the_minimiser(rows):
-    """A3.4: for every design, rank deficient or not; so it is a test and not a product."""
+    """For every design, rank deficient or not; so it is a test and not a product."""
     sums, xs, ys = problem(rows)
     noise, within, between = 0.7, 1.3, 2.1
     ones = torch.ones(N, 1, dtype=torch.float64)
@@ -237,23 +240,23 @@ def test_marginal_estimator_is_the_minimiser(rows):
 
 
 def test_scalar_blue_is_the_minimiser():
-    """A3: X'X = beta I, unequal beta, noise and within-cluster variances; clusters of one client included."""
+    """X'X = beta I, unequal beta, noise and within-cluster variances; clusters of one client included."""
     clusters = torch.tensor([0, 1, 1, 2, 2, 2, 3, 1, 2])
     precision, local = 0.1 + normal(N, 1).abs(), normal(N, D)
     within, between = 0.1 + normal(4, 1).abs(), 1.7
-    blue = exact.scalar_blue(local, precision, clusters, within, between)
+    blue = linear_estimators.scalar_blue(local, precision, clusters, within, between)
     identity = torch.eye(D, dtype=torch.float64)
     ours = exact.minimise(
         precision.unsqueeze(-1) * identity, precision * local, clusters, within[clusters],
         torch.full((4, 1), between, dtype=torch.float64),
     )  # fmt: skip
     torch.testing.assert_close(blue, ours.models, atol=1e-12, rtol=1e-12)
-    single = exact.scalar_blue(local[:1], precision[:1], clusters[:1], within[:1], between)
+    single = linear_estimators.scalar_blue(local[:1], precision[:1], clusters[:1], within[:1], between)
     torch.testing.assert_close(single, local[:1])
 
 
 def test_point_model_and_james_stein():
-    """A3.5: risk of the BLUE 3.375, swapped weights 3.585, gain of the positive part .25 / .19 / .010."""
+    """Risk of the BLUE 3.375, swapped weights 3.585, gain of the positive part .25 / .19 / .010."""
     n, d, runs = 8, 6, 60_000
     generator = torch.Generator().manual_seed(1)
     own, noise = (torch.randn(runs, n, d, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -263,19 +266,19 @@ def test_point_model_and_james_stein():
         others = (y.sum(1, keepdim=True) - y) / (n - 1)
         blue = (n + 1) / (2 * n) * y + (n - 1) / (2 * n) * others
         swapped = (n - 1) / (2 * n) * y + (n + 1) / (2 * n) * others
-        shrunk = exact.james_stein(y)
+        shrunk = linear_estimators.james_stein(y)
         risk = [float((t - truth).square().sum(-1).mean()) for t in (blue, swapped, shrunk)]
         assert abs(risk[0] - 3.375) < 0.02 and abs(risk[1] - 3.585) < 0.02
         assert abs(risk[0] - risk[2] - gain) < tolerance
-    scalar = exact.scalar_blue(
+    scalar = linear_estimators.scalar_blue(
         y[0], torch.ones(n, 1, dtype=torch.float64), torch.zeros(n, dtype=torch.long),
         torch.ones(1, 1, dtype=torch.float64), 1.0,
     )  # fmt: skip
     torch.testing.assert_close(scalar, blue[0])
-    plain = exact.james_stein(y[:5], positive=False)
+    plain = linear_estimators.james_stein(y[:5], positive=False)
     assert torch.isfinite(plain).all()
     with pytest.raises(SettingError, match="3 coordinates"):
-        exact.james_stein(y[0, :, :2])
+        linear_estimators.james_stein(y[0, :, :2])
 
 
 def estimates(m, seed):
@@ -283,8 +286,8 @@ def estimates(m, seed):
     sums = Sums.of(data.xs, data.ys, data.clusters)
     ones = Penalty.of(data.clusters, 1.0, lambda_=1.0)
     models = {
-        "local": exact.local_least_squares(sums.xx, sums.xy),
-        "single": exact.single_least_squares(sums.xx, sums.xy).expand(len(data), -1),
+        "local": linear_estimators.local_least_squares(sums.xx, sums.xy),
+        "single": linear_estimators.single_least_squares(sums.xx, sums.xy).expand(len(data), -1),
         "ours": exact.minimiser(sums.xx, sums.xy, ones).models,
     }
     return data, sums, {name: (t - data.truth).norm(dim=1) for name, t in models.items()}
@@ -298,10 +301,10 @@ def estimates(m, seed):
     ],
 )
 def test_distances_of_the_table(m, expected):
-    """A3.1 on one data set; the tolerance is four standard deviations between data sets."""
+    """Published distances on one data set; the tolerance is four standard deviations between data sets."""
     data, sums, distances = estimates(m, seed=11)
-    pull = exact.cross_validated_pull(data.xs, data.ys)
-    distances["one"] = (exact.one_centre(sums.xx, sums.xy, pull) - data.truth).norm(dim=1)
+    pull = linear_estimators.cross_validated_pull(data.xs, data.ys)
+    distances["one"] = (linear_estimators.one_centre(sums.xx, sums.xy, pull) - data.truth).norm(dim=1)
     for name, (centre, tolerance) in expected.items():
         assert abs(float(distances[name].mean()) - centre) < tolerance, name
     assert 0.1 < pull < 1.3
@@ -311,7 +314,7 @@ def test_distances_of_the_table(m, expected):
     ("m", "ours", "local"), [(1, 5.54, 5.92), (5, 4.26, 5.45), (25, 1.55, 2.09), (50, 0.790, 0.811)]
 )
 def test_distances_over_m(m, ours, local):
-    """A3.1 (figure) and A3.3 on one data set: ours beats local and single in mean squared error."""
+    """The published figure on one data set: ours beats local and single in mean squared error."""
     _, _, distances = estimates(m, seed=12)
     assert abs(float(distances["ours"].mean()) / ours - 1) < 0.05
     assert abs(float(distances["local"].mean()) / local - 1) < 0.06
@@ -322,7 +325,7 @@ def test_distances_over_m(m, ours, local):
 @pytest.mark.slow
 @pytest.mark.parametrize("m", [1, 5, 10, 25, 50, 100, 200])
 def test_ours_beats_both_on_every_data_set(m):
-    """A3.3: 8 of 8."""
+    """Ours wins on 8 data sets of 8."""
     gains = []
     for seed in range(8):
         errors = {name: float(value.square().mean()) for name, value in estimates(m, seed)[2].items()}
@@ -333,7 +336,7 @@ def test_ours_beats_both_on_every_data_set(m):
 
 
 def test_expected_squared_distances():
-    """A3.2: 2d(1-m/d) + m/(d-m-1) below d rows, d/(m-d-1) above; about 39 for one model."""
+    """2d(1-m/d) + m/(d-m-1) below d rows, d/(m-d-1) above; about 39 for one model."""
     for m, expected in ((10, 21.11), (100, 0.2532)):
         local, single = [], []
         for seed in range(3):
@@ -366,5 +369,5 @@ def test_bad_clusters():
         Penalty.of([0, -1, 1], 1.0, alpha=0.5)
     with pytest.raises(SettingError, match="cluster 1 has no clients"):
         Penalty.of([0, 2, 2], 1.0, alpha=0.5)
-    with pytest.raises(SettingError, match="pull"):
-        exact.one_centre(torch.eye(2).expand(3, 2, 2), torch.ones(3, 2), 0.0)
+    with pytest.raises(SettingError, match="prox = 0"):
+        linear_estimators.one_centre(torch.eye(2).expand(3, 2, 2), torch.ones(3, 2), 0.0)

@@ -1,12 +1,14 @@
-"""Predicted risks against published limits, closed forms and simulation (facts E3 to E5)."""
+"""Predicted risks against published limits, closed forms and simulation."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from coterie._core.errors import SettingError
 from coterie.data import generate
-from coterie.errors import SettingError
-from coterie.theory import filters, monte_carlo, risk
+from coterie.theory import filters, learned_centre, monte_carlo, ridge_limits, risk
 from coterie.theory.monte_carlo import ESTIMATORS, World
 from coterie.theory.spectrum import Spectrum, marchenko_pastur
 
@@ -68,7 +70,7 @@ def test_two_level_limits():
     assert pair(risk.ftfa(**common, r2=1.0, spectrum=spectrum)) == pytest.approx((0.6772, 0.4469), abs=5e-5)
     given = risk.rtfa(**common, r2=1.0, lam=1.5, spectrum=spectrum)
     assert pair(given) == pytest.approx((0.7142, 0.1702), abs=5e-5)
-    assert risk.optimal_lambda(**common, r2=1.0, spectrum=spectrum) == 4.0
+    assert ridge_limits.optimal_lambda(**common, r2=1.0, spectrum=spectrum) == 4.0
     assert pair(risk.rtfa(**common, r2=1.0, spectrum=spectrum)) == pytest.approx((0.7736, 0.0737), abs=5e-5)
 
 
@@ -85,7 +87,7 @@ def test_identity_is_the_marchenko_pastur_integral(gamma, lam):
 def test_best_lambda_is_the_minimiser(spectrum):
     for gamma in (0.5, 1.0, 3.0):
         settings = {"gamma": gamma, "r2": 1.3, "sigma2": 0.6, "spectrum": spectrum}
-        best = risk.optimal_lambda(**settings)
+        best = ridge_limits.optimal_lambda(**settings)
         lowest = risk.rtfa(**settings).risk
         for factor in (1.02, 1 / 1.02):
             assert risk.rtfa(**settings, lam=factor * best).risk > lowest
@@ -94,7 +96,7 @@ def test_best_lambda_is_the_minimiser(spectrum):
 def test_best_lambda_for_aligned_deviations():
     spectrum = Spectrum.of([0.2, 1.0, 3.0], signal=[0.0, 0.1, 0.9])
     settings = {"gamma": 2.0, "r2": 1.0, "sigma2": 0.5, "spectrum": spectrum}
-    best, lowest = risk.optimal_lambda(**settings), risk.rtfa(**settings).risk
+    best, lowest = ridge_limits.optimal_lambda(**settings), risk.rtfa(**settings).risk
     assert best < 1.0
     assert all(risk.rtfa(**settings, lam=f * best).risk > lowest for f in (1.02, 1 / 1.02))
 
@@ -195,14 +197,35 @@ def test_spectrum_from_rows():
 
 
 def test_predicted_centre_error():
-    fedavg = risk.centre_error(**STANDARD, clients=40)
+    fedavg = learned_centre.centre_error(**STANDARD, clients=40)
     assert fedavg.risk == pytest.approx(0.0875)
-    prox = risk.centre_error(**STANDARD, clients=40, method="pfedme").risk
+    prox = learned_centre.centre_error(**STANDARD, clients=40, method="pfedme").risk
     assert prox == pytest.approx(0.0695, abs=5e-5)
-    assert risk.centre_error(**STANDARD, clients=40, method="maml").risk == pytest.approx(0.0875)
-    assert risk.centre_error(**STANDARD, clients=40, spectrum=[0.999999, 1.000001]).risk == pytest.approx(
-        0.0875
-    )
+    assert learned_centre.centre_error(**STANDARD, clients=40, method="maml").risk == pytest.approx(0.0875)
+    assert learned_centre.centre_error(
+        **STANDARD, clients=40, spectrum=[0.999999, 1.000001]
+    ).risk == pytest.approx(0.0875)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2])
+def test_centre_error_of_maml_by_moments(alpha):
+    """g = s (1 - alpha s)^2 is a polynomial, and the moments of Marchenko and Pastur's law are Narayana's."""
+    gamma, clients = STANDARD["gamma"], 40
+
+    def mean(polynomial):
+        """E of a polynomial without a constant."""
+        moments = [
+            sum(gamma**r * math.comb(k, r) * math.comb(k - 1, r) / (r + 1) for r in range(k))
+            for k in range(1, len(polynomial.coef))
+        ]
+        return float(polynomial.coef[1:] @ np.array(moments))
+
+    s = np.polynomial.Polynomial([0.0, 1.0])
+    g = s * (1 - alpha * s) ** 2
+    noise = STANDARD["sigma2"] * gamma * mean(g**2 // s)
+    expected = (STANDARD["r2"] * mean(g**2) + noise) / (clients * mean(g) ** 2)
+    found = learned_centre.centre_error(**STANDARD, clients=clients, method="maml", alpha=alpha).risk
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_measured_centre_error():
@@ -214,7 +237,7 @@ def test_measured_centre_error():
             middle = _centre(made.truth)
             measured[name].append(float((filters.centre(made.xs, made.ys, g) - middle).square().sum()))
     for name, values in measured.items():
-        predicted = risk.centre_error(**STANDARD, clients=40, method=name).risk
+        predicted = learned_centre.centre_error(**STANDARD, clients=40, method=name).risk
         assert np.mean(values) == pytest.approx(predicted, rel=0.15), name
 
 
@@ -226,10 +249,10 @@ def _centre(truth):
 
 
 def test_clients_needed_for_a_useful_centre():
-    needed = risk.clients_needed(**STANDARD, centre2=0.5)
+    needed = learned_centre.clients_needed(**STANDARD, centre2=0.5)
     assert needed == pytest.approx(7.0)
     for clients, better in ((6, False), (8, True)):
-        shared = 1.0 + risk.centre_error(**STANDARD, clients=clients).risk
+        shared = 1.0 + learned_centre.centre_error(**STANDARD, clients=clients).risk
         assert (shared < 1.5) == better
 
 

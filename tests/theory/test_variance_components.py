@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import multivariate_normal
 
+from coterie._core.errors import DataError, SettingError
 from coterie.data.generate import hierarchical_linear
-from coterie.errors import DataError, SettingError
 from coterie.theory.variance_components import (
     Sums,
     deviance,

@@ -2,7 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const percent = data.metric === "accuracy";
+  const percent = data.percent;
   const PAGE = 25;
   const SIGNS = { better: "▲", up: "△", same: "▬", down: "▽", worse: "▼", unknown: "?" };
 

@@ -1,0 +1,150 @@
+"""Files that are written whole or not at all: under a temporary name, flushed to disk, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from coterie._core import broadcast
+from coterie._core.errors import RunError
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it to disk, and rename it to `path`."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            with open(temporary, "rb+") as stream:
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _flush_folder(path.parent)
+    except OSError as problem:
+        why = problem.strerror or str(problem)
+        raise RunError(
+            f"{path} cannot be written ({why}). Choose another place, or see to permissions and free space."
+        ) from problem
+
+
+def _flush_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def require_writable(path: Path) -> None:
+    """Raise a RunError, before any work is done, if nothing can be written at this path."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise RunError(f"{path} cannot be made: {parent} is a file, not a folder. Choose another place.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RunError(f"{path} cannot be made: {parent} may not be written to. Choose another place.")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text as UTF-8."""
+    write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON; NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a run folder."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist; is {path.parent} a run folder?") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise RunError(f"{path} is damaged ({problem})") from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], note: dict[str, Any] | None = None) -> None:
+    """Write tensors as safetensors, with an optional JSON note in the header.
+
+    A stack whose rows are all equal, such as FedAvg's models, is written as one row and its count.
+    """
+    from safetensors.torch import save_file
+
+    shared = {name: len(value) for name, value in tensors.items() if broadcast.is_broadcast(value)}
+    rows = {name: value[:1] if name in shared else value for name, value in tensors.items()}
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in rows.items()}
+    notes = {"note": note, "shared": shared or None}
+    metadata = {name: json.dumps(value) for name, value in notes.items() if value is not None}
+    write_with(path, lambda temporary: save_file(plain, temporary, metadata=metadata or None))
+
+
+def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the note of a file that `write_tensors` wrote.
+
+    Damage raises a RunError; with the `expected` SHA-256 even one changed byte does.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if expected is not None and path.exists() and sha256(path) != expected:
+        raise RunError(f"{path} is damaged: it does not match its recorded hash. Restore it from a copy.")
+    try:
+        with safe_open(path, framework="pt") as stream:
+            header = stream.metadata() or {}
+            note, shared = (json.loads(header.get(name, "{}")) for name in ("note", "shared"))
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}
+            for name, count in shared.items():
+                tensors[name] = tensors[name][0].expand(count, *tensors[name].shape[1:])
+            return tensors, note
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist") from None
+    except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as problem:
+        raise RunError(f"{path} is damaged ({problem})") from None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_toml(path: Path, tables: dict[str, Any]) -> None:
+    """Write plain TOML: values at the top, then one table for each nested dict."""
+    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += [
+                "",
+                f"[{name}]",
+                *(f"{key} = {_toml(value)}" for key, value in table.items() if value is not None),
+            ]
+    write_text(path, "\n".join(lines).lstrip() + "\n")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise RunError(f"{path}: {problem}") from None
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,41 @@
+"""Local SGD in the span of a client's rows (dual SGD), in C."""
+
+from __future__ import annotations
+
+import ctypes
+
+from coterie._core.native import library
+
+FEWEST_COLUMNS = 16
+lanes = 0  # floats per vector register; 0: as many as this processor has
+NO_MEMORY, OUT_OF_RANGE = 1, 2
+
+_numbers = "parts clients everybody rows outputs columns largest width steps batch loss integers summed"
+_rows = "at start size x y kernels made tables centres"
+
+
+class Work(ctypes.Structure):
+    """The C struct of dual_sgd_work.h; the caller keeps alive the tensors that it points to."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _numbers.split()),
+        *((name, ctypes.c_void_p) for name in _rows.split()),
+        *((name, ctypes.c_int64) for name in ("table_step", "centre_step")),
+        ("keys", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("number", "every")),
+        *((name, ctypes.c_float) for name in ("lr", "keeps", "pulled", "share", "centre_share")),
+        *((name, ctypes.c_void_p) for name in ("shares", "weights", "totals", "models", "witness")),
+    )
+
+
+available = library is not None and bool(library.coterie_dual_sgd_suits(0))
+
+
+def run(work: Work) -> None:
+    """Run the C kernel on this work, one thread per part, without holding Python's global lock."""
+    assert library is not None
+    problem = library.coterie_dual_sgd(ctypes.byref(work), lanes)
+    if problem == NO_MEMORY:
+        raise MemoryError("no memory for the scores of a client")
+    if problem == OUT_OF_RANGE:
+        raise IndexError("a client or a label is out of range")

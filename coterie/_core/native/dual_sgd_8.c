@@ -1,0 +1,7 @@
+/* For processors with sixteen registers of eight floats. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("arch=x86-64-v3")
+#define LANES 8
+#define DUAL_SGD coterie_dual_sgd_8
+#include "dual_sgd.h"
+#endif

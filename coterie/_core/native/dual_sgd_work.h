@@ -1,0 +1,32 @@
+/* What coterie/_core/native/dual_sgd.py asks for: the descents of some clients, k = 0, 1, ..., in parts with about as many rows each. */
+#ifndef COTERIE_SPAN_WORK_H
+#define COTERIE_SPAN_WORK_H
+
+#include <stdint.h>
+
+enum loss { SOFTMAX, LOGISTIC, LINEAR };
+enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
+
+typedef struct {
+    int64_t parts, clients, everybody, rows, outputs, columns, largest, width, steps, batch;
+    int64_t loss, integers, summed;   /* whether labels are integers, and losses of rows summed */
+    const int64_t *at;                /* [clients]: which of everybody each is; NULL: they are everybody */
+    const int64_t *start, *size;      /* [everybody]: where the rows of each are */
+    const float *x;                   /* [rows, columns] */
+    const void *y;                    /* [rows], int64_t or float */
+    float *kernels;                   /* [everybody, largest, width]: inner products of the rows of a client */
+    uint8_t *made;                    /* [everybody]: whether they are there; otherwise they are made */
+    const float *tables, *centres;    /* [outputs, columns], for each client so many floats on; no centres: NULL */
+    int64_t table_step, centre_step;
+    const int64_t *keys;       /* [clients], of draws; NULL: `shares` are there already */
+    int64_t number, every;     /* of the first minibatch, and how far it is to the next */
+    float lr, keeps, pulled;   /* a step is w <- keeps w + pulled centre - lr gradient */
+    float share, centre_share; /* of tables and centres in the models after all steps */
+    float *shares;             /* [outputs, size] of one client after the other */
+    const float *weights;      /* [clients] in the sum of shares X, or NULL */
+    float *totals;             /* [parts, outputs, columns], to which that sum is added */
+    float *models;             /* [clients, outputs, columns] to be written, or NULL */
+    float *witness;            /* [parts], finite only if all scores and slopes are */
+} dual_sgd_work;
+
+#endif

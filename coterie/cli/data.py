@@ -1,0 +1,56 @@
+"""Look at a table before training."""
+
+from __future__ import annotations
+
+import typer
+
+from coterie.cli import console
+from coterie.cli.arguments import (
+    ClientOption,
+    ClusterOption,
+    DropOption,
+    JsonOption,
+    TableArgument,
+    TargetOption,
+    TaskOption,
+    find_table,
+    require_place,
+    write_json,
+)
+from coterie.data import tables
+from coterie.data.describe import describe as describe_table
+from coterie.report.tables import description_tables
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at a table before training.",
+    epilog="Example: coterie data describe heart_disease --client hospital --target sick",
+)
+
+
+@app.callback()
+def data() -> None:
+    """Look at a table before training."""
+
+
+@app.command(epilog="Example: coterie data describe heart_disease --client hospital --target sick")
+def describe(
+    table: TableArgument,
+    client: ClientOption,
+    target: TargetOption,
+    cluster: ClusterOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Show clients, columns, missing values and the target of a table."""
+    require_place(json)
+    source = find_table(table)
+    frame = tables.read(source)
+    spec = tables.check(
+        frame, client, target, cluster=cluster, drop=drop or (), task=task, source=str(source)
+    )
+    description = describe_table(frame, spec)
+    console.notes(spec.warnings)
+    console.show(*description_tables(description))
+    write_json(json, description)

@@ -1,0 +1,1 @@
+"""Federations on real machines: transport, nodes, server jobs, wire format and keys."""

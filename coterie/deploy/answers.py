@@ -1,0 +1,167 @@
+"""Check the replies of nodes, which may be broken or hostile: a run goes on without those that cannot be used."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.deploy import messages, wire
+from coterie.deploy.transport import Envelope
+from coterie.engine.phase_output import all_finite
+from coterie.engine.protocol import Call
+
+SPARE_BYTES = 1 << 20  # what an answer may weigh beyond twice what is expected of its phase
+
+CallId = tuple[int, int]  # the round and call that left a state
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One node's reply to a call, checked on its own.
+
+    Attributes
+    ----------
+    visits : int
+        Number of visits that the reply answers.
+    named : dict of str to Tensor
+        Values with a row per visit.
+    good : Tensor or None
+        Which visits gave finite numbers [visits]; None means all.
+    encoded : dict of str to list
+        Ordinal, length and dtype of values that were sent compressed.
+    stamp : tuple of int or None
+        Round and call of the state that the node holds now.
+    """
+
+    visits: int
+    named: dict[str, Tensor]
+    good: Tensor | None
+    encoded: dict[str, Any]
+    stamp: CallId | None
+
+    def shape(self) -> Any:
+        """Return names, dtypes and shapes of the values, to compare replies of different nodes."""
+        values = ((name, str(value.dtype), tuple(value.shape[1:])) for name, value in self.named.items())
+        return tuple(sorted(values)), tuple(sorted((name, tuple(p)) for name, p in self.encoded.items()))
+
+    def mask(self) -> Tensor:
+        """Return which visits were good, [visits]."""
+        return torch.ones(self.visits, dtype=torch.bool) if self.good is None else self.good
+
+
+def usable(named: dict[str, Tensor], count: int) -> Tensor:
+    """Return a mask [count] of the rows that are finite and small enough to be squared."""
+    mask = torch.ones(count, dtype=torch.bool)
+    for value in named.values():
+        if value.is_floating_point():
+            limit = math.sqrt(torch.finfo(value.dtype).max)
+            if not all_finite([value]) or bool((value.abs() > limit).any()):
+                mask &= (value.abs() <= limit).reshape(count, -1).all(1)
+    return mask
+
+
+def _is_stamp(at: Any) -> bool:
+    return isinstance(at, list) and len(at) == 2 and all(isinstance(part, int) for part in at)
+
+
+def _are_encoded(encoded: Any, call: Call, tensors: dict[str, Tensor]) -> bool:
+    """Whether what is said to be compressed is there and has the size it must have."""
+    if not isinstance(encoded, dict) or (encoded and call.compress is None):
+        return False
+    for name, told in encoded.items():
+        value = tensors.get(f"value.{name}")
+        if value is None or value.dtype != torch.uint8 or not isinstance(told, list) or len(told) != 3:
+            return False
+        ordinal, length, dtype = told
+        if not isinstance(ordinal, int) or not isinstance(length, int) or dtype not in wire.DTYPES:
+            return False
+        assert call.compress is not None
+        if length < 1 or value.shape[-1] != call.compress.size(length, wire.DTYPES[dtype]):
+            return False
+    return True
+
+
+def are_counts(rows: dict[str, Tensor], count: int) -> bool:
+    """Return True if `rows` holds valid numbers of rows of `count` clients for all three splits."""
+    return rows.keys() == {"train", "validation", "test"} and all(
+        value.dtype == torch.int64 and value.shape == (count,) and bool((value >= 0).all())
+        for value in rows.values()
+    )
+
+
+def _floats(shape: Any) -> int:
+    return sum(math.prod(part) for _, _, part in shape[0])
+
+
+def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: int, sums: int = 0) -> Reply:
+    """Check a node's reply to a call.
+
+    Parameters
+    ----------
+    envelope
+        Header and tensors of the reply.
+    call
+        The call that was sent.
+    visits
+        Number of visits that the node was asked for.
+    since
+        The state that the node started from.
+    d
+        Number of model parameters, which limits the size of a reply.
+    sums
+        Numbers that the asked metrics take for each client.
+
+    Returns
+    -------
+    Reply
+        The checked reply.
+
+    Raises
+    ------
+    WireError
+        Says why the reply cannot be used.
+    """
+    header, tensors = envelope
+    encoded, at = header.get("encoded"), header.get("at")
+    stamp = (int(at[0]), int(at[1])) if isinstance(at, list) and _is_stamp(at) else None
+    if stamp not in (since, (call.round, call.call)):
+        raise wire.WireError("reply rejected: it belongs to another call")
+    if not isinstance(encoded, dict) or not _are_encoded(encoded, call, tensors):
+        raise wire.WireError("reply rejected: malformed compressed values")
+    declared = max(call.algorithm.traffic(d).get(call.phase, (0, 0))[1], 4 * d + 64, sums)
+    size = sum(value.numel() * value.element_size() for value in tensors.values())
+    if size > SPARE_BYTES + 2 * visits * declared * 8:
+        raise wire.WireError(f"reply rejected: {size} bytes, far more than {call.phase} declares")
+    named, good = messages.under("value.", tensors), tensors.get("good")
+    if any(value.dim() == 0 or len(value) != visits for value in named.values()):
+        raise wire.WireError(f"reply rejected: expected {visits} rows in every value")
+    if good is not None and (good.dtype != torch.bool or good.shape != (visits,)):
+        raise wire.WireError("reply rejected: malformed mask of good visits")
+    return Reply(visits, named, good, encoded, stamp)
+
+
+def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: Any) -> Any:
+    """Return the shape that replies to this call should have.
+
+    That is the shape of earlier rounds (`before`), else the one that the algorithm declares, else the one that most
+    clients sent. `scores` is True for metrics, about which the algorithm declares nothing.
+    """
+    votes: dict[Any, int] = {}
+    for reply in replies:
+        votes[reply.shape()] = votes.get(reply.shape(), 0) + reply.visits
+    declared = call.algorithm.traffic(d).get(call.phase, (0, 0))[1]
+    counts = declared > 0 and not scores and call.compress is None
+
+    def rank(shape: Any) -> tuple[bool, bool, int]:
+        return shape == before, not counts or _floats(shape) == declared, votes[shape]
+
+    return max(votes, key=rank)
+
+
+def words(shape: Any) -> str:
+    """Return a shape as text for a log."""
+    return ", ".join(f"{name or 'value'} {list(part)} {kind}" for name, kind, part in shape[0]) or "nothing"

@@ -1,0 +1,313 @@
+"""Plan a federated run: ask the nodes what they have, agree on one encoding, and open the run on every node."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coterie._core.errors import DataError, RunError
+from coterie.algorithms import Algorithm
+from coterie.data import federated
+from coterie.data.federated import Roles
+from coterie.data.preprocess import Preprocessor, Statistics
+from coterie.data.table_source import TableSource
+from coterie.deploy import wire
+from coterie.deploy.remote import PATIENCE, Place, RemoteRuntime, Setup
+from coterie.deploy.transport import Envelope, Late, NodeCaller
+from coterie.engine.build import encode_clusters
+from coterie.engine.federation import Federation
+from coterie.engine.from_table import SPLIT, default_model
+from coterie.models.description import description, from_description
+from coterie.train.predict import fitted_to
+
+FEDERATED = "federated"  # marks the data of a run that a resume cannot read from a file
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What a run should be, before any node is asked.
+
+    Attributes
+    ----------
+    roles : Roles
+        Which columns of the tables are used, and how.
+    seed : int
+        Seed of splits and random draws.
+    split : tuple of float
+        Shares of training, validation and test rows.
+    l2 : float or None
+        Ridge penalty of the model; None takes the default model of the task.
+    """
+
+    roles: Roles
+    seed: int = 0
+    split: tuple[float, float, float] = SPLIT
+    l2: float | None = None
+
+
+@dataclass(frozen=True)
+class FederationPlan:
+    """Everything that is needed to open a run, now or when it is resumed.
+
+    Attributes
+    ----------
+    run : str
+        Identifier of the run in messages.
+    request : RunRequest
+        What was asked for.
+    names : list of str
+        Clients in the order of the federation.
+    nodes : dict of str to list of int
+        Clients of each node, in the node's own order.
+    preprocessor, model
+        The shared encoding and the model, as JSON.
+    clusters, cluster_names
+        Known clusters of the clients, where there are any.
+    warnings : list of str
+        Remarks about the tables.
+    """
+
+    run: str
+    request: RunRequest
+    names: list[str]
+    nodes: dict[str, list[int]]  # clients of each node, in its own order
+    preprocessor: str
+    model: dict[str, Any]
+    clusters: list[int] | None
+    cluster_names: list[str] | None
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> FederationPlan:
+        """Return the plan that `to_json` wrote."""
+        request = dict(stored["request"])
+        request["roles"], request["split"] = Roles.from_json(request["roles"]), tuple(request["split"])
+        return cls(**{**stored, "request": RunRequest(**request)})
+
+
+def survey(
+    caller: NodeCaller,
+    nodes: Mapping[str, Sequence[str]],
+    request: RunRequest,
+    run: str,
+    patience: float = PATIENCE,
+) -> FederationPlan:
+    """Ask all nodes for their clients, columns and statistics, and make one plan of them.
+
+    Parameters
+    ----------
+    caller
+        Sends messages to the nodes.
+    nodes
+        The nodes, each with the clients it is expected to have. A node that does not answer in time may join later with
+        these.
+    request
+        What the run should be.
+    run
+        Identifier of the run.
+    patience
+        Seconds to wait for nodes.
+
+    Returns
+    -------
+    FederationPlan
+        The plan, which `connect` takes.
+
+    Raises
+    ------
+    RunError
+        No node answered.
+    """
+    hello = {"kind": "hello", "run": run, "roles": request.roles.to_json()}
+    told = _told(caller, _greeted(caller, sorted(nodes), hello, patience))
+    if not told:
+        raise RunError(
+            f"none of {len(nodes)} nodes answered within {patience:g} s. Start them with `coterie federate node`, and "
+            "check their output."
+        )
+    clients = {
+        name: told[name]["clients"] if name in told else list(federated.in_order(nodes[name]))
+        for name in sorted(nodes)
+    }
+    names = federated.client_order(clients)
+    number = {name: k for k, name in enumerate(names)}
+    ids = {node: [number[name] for name in mine] for node, mine in clients.items()}
+    spec = federated.merge(told, request.roles)
+    preprocessor = Preprocessor.from_statistics(spec, _sums(caller, told, ids, request, spec))
+    model = fitted_to(default_model(spec.task, request.l2), preprocessor)
+    codes, cluster_names = _clusters(told, clients, names, request.roles)
+    return FederationPlan(
+        run,
+        request,
+        names,
+        ids,
+        preprocessor.to_json(),
+        description(model),
+        codes,
+        cluster_names,
+        list(spec.warnings),
+    )
+
+
+def connect(
+    caller: NodeCaller, plan: FederationPlan, algorithm: Algorithm, dropout: float = 0.0
+) -> Federation:
+    """Open a run on all nodes and return the federation of their clients.
+
+    Parameters
+    ----------
+    caller
+        Sends messages to the nodes.
+    plan
+        What `survey` returned.
+    algorithm
+        The algorithm that the nodes are to run.
+    dropout
+        Probability with which a client is left out of a call, for experiments.
+
+    Returns
+    -------
+    Federation
+        Takes `fit` and `resume` with this algorithm.
+    """
+    request, n = plan.request, len(plan.names)
+    model = from_description(plan.model)
+    clusters = None if plan.clusters is None else torch.tensor(plan.clusters)
+    settings = {
+        "algorithm": {"name": algorithm.name, "settings": algorithm.settings()},
+        "model": plan.model,
+        "preprocessor": plan.preprocessor,
+    }
+    setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings)
+    places = []
+    for name, mine in plan.nodes.items():
+        ids = torch.tensor(mine, dtype=torch.long)
+        own = [plan.names[k] for k in mine]
+        places.append(Place(name, ids, own, None if clusters is None else clusters[ids]))
+    remote = RemoteRuntime(caller, places, setup, n)
+    rows = {split: torch.zeros(n, dtype=torch.long) for split in ("train", "validation", "test")}
+    for ids, counts in remote.open(plan.nodes.keys(), max(caller.deadline, PATIENCE)):
+        for split, count in counts.items():
+            rows[split][ids] = count
+    if not any(place.here for place in remote.places):
+        raise RunError("no node could open this run; the notes above say why")
+    options = {
+        **request.roles.to_json(),
+        "drop": list(request.roles.drop),
+        "split": list(request.split),
+        FEDERATED: True,
+    }
+    return Federation(
+        remote,
+        model=model,
+        names=plan.names,
+        rows=rows,
+        clusters=clusters,
+        cluster_names=plan.cluster_names,
+        seed=request.seed,
+        dtype=torch.float64,
+        device="cpu",
+        dropout=dropout,
+        table=TableSource(options, Preprocessor.from_json(plan.preprocessor), plan.warnings),
+    )
+
+
+def _greeted(
+    caller: NodeCaller, names: Sequence[str], hello: dict[str, Any], patience: float
+) -> dict[str, wire.WireError | Envelope]:
+    """Return answers to a greeting; greet nodes that are not connected again until patience ends."""
+    answers: dict[str, wire.WireError | Envelope] = {}
+    end = time.monotonic() + patience
+    missing = list(names)
+    while missing:
+        left = end - time.monotonic()
+        answers |= caller.ask({name: (hello, {}) for name in missing}, max(left, 0.0))
+        missing = [name for name in names if isinstance(answers[name], Late)]
+        if not missing or time.monotonic() >= end:
+            break
+        time.sleep(min(0.5, patience))
+    return answers
+
+
+def _told(caller: NodeCaller, answers: Mapping[str, wire.WireError | Envelope]) -> dict[str, Any]:
+    """Return what the nodes told of themselves; leave out those whose answers cannot be read."""
+    told = {}
+    for name, envelope in answers.items():
+        if isinstance(envelope, wire.WireError):
+            caller.note(f"{name} is left out: {envelope}")
+        elif not _is_description(envelope[0].get("told")):
+            caller.note(f"{name} is left out: malformed description of its table")
+        else:
+            told[name] = envelope[0]["told"]
+    return told
+
+
+def _is_description(told: Any) -> bool:
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+    return (
+        isinstance(told, dict)
+        and texts(told.get("clients"))
+        and len(told["clients"]) > 0
+        and isinstance(told.get("columns"), list)
+        and all(texts(column) and len(column) == 2 for column in told["columns"])
+        and (told.get("clusters") is None or (texts(told["clusters"])))
+        and isinstance(told.get("target"), dict)
+        and (told["target"].get("kind") == "quantity" or texts(told["target"].get("levels")))
+    )
+
+
+def _sums(
+    caller: NodeCaller, told: Mapping[str, Any], ids: Mapping[str, list[int]], request: RunRequest, spec: Any
+) -> Statistics:
+    """Return the statistics of all training rows, added up in the order of the nodes."""
+    header = {
+        "kind": "statistics",
+        "roles": request.roles.to_json(),
+        "seed": request.seed,
+        "split": list(request.split),
+        "spec": {**dataclasses.asdict(spec), "warnings": []},
+    }
+    envelopes = {name: (header, {"ids": torch.tensor(ids[name])}) for name in told}
+    whole: Statistics | None = None
+    for name, envelope in sorted(caller.ask(envelopes, max(caller.deadline, PATIENCE)).items()):
+        try:
+            if isinstance(envelope, wire.WireError):
+                raise envelope
+            part = federated.statistics_from_json(envelope[0].get("statistics") or {}, spec)
+        except (wire.WireError, DataError) as problem:
+            caller.note(f"{name} is left out of the shared encoding: {problem}")
+            continue
+        whole = part if whole is None else whole.merge(part)
+    if whole is None:
+        raise RunError("no node sent the statistics for the shared encoding; the notes above say why")
+    return whole
+
+
+def _clusters(
+    told: Mapping[str, Any], clients: Mapping[str, Sequence[str]], names: Sequence[str], roles: Roles
+) -> tuple[list[int] | None, list[str] | None]:
+    if roles.cluster is None:
+        return None, None
+    label = {
+        client: cluster
+        for node, mine in clients.items()
+        for client, cluster in zip(mine, told.get(node, {}).get("clusters") or [], strict=False)
+    }
+    unknown = [name for name in names if name not in label]
+    if unknown:
+        raise RunError(f"the cluster of client {unknown[0]!r} is unknown: its node did not answer")
+    known = federated.in_order(set(label.values()))
+    codes, _ = encode_clusters([known.index(label[name]) for name in names])
+    assert codes is not None
+    return codes.tolist(), list(known)

@@ -1,0 +1,216 @@
+"""Coterie on Flower: the apps of SuperLink and SuperNode, the transport between them, and how runs are started.
+
+The app bundle names `coterie.deploy.flower:server` and `...:client` and contains nothing else; no code travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from coterie._core.errors import RunError
+from coterie.deploy import keys
+from coterie.deploy.flower_link import OPERATOR_HEADER, leave_with_parent
+from coterie.deploy.flower_node import BYTES, KIND, PARCEL, content, pulled, reply_to
+from coterie.deploy.job import work
+from coterie.deploy.node_service import NodeService
+from coterie.deploy.transport import Undelivered
+
+http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")  # one of its names is replaced
+client = ClientApp()
+server = ServerApp()
+
+APP = """\
+[project]
+name = "coterie-federation"
+version = "1.0.0"
+description = "Configuration only: the code is the installed coterie package."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "coterie"
+
+[tool.flwr.app.components]
+serverapp = "coterie.deploy.flower:server"
+clientapp = "coterie.deploy.flower:client"
+
+[tool.flwr.app.config]
+jobs = ""
+"""
+
+
+@client.query()
+def query(message: Message, context: Context) -> Message:
+    """Answer one message in its own process, as Flower's SuperNode runs it; `coterie federate node` does not."""
+    config = context.node_config
+    who = str(config["client"]) if config.get("client") else None
+    service = NodeService(str(config["data"]), Path(str(config["state"])), who)
+    reply: Message = reply_to(message, service.answer(content(message)))
+    return reply
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the jobs that the run's configuration names, one after the other."""
+    leave_with_parent()
+    for job in str(context.run_config["jobs"]).splitlines():
+        work(Path(job), FlowerTransport(grid))
+
+
+class FlowerTransport:
+    """Carry messages over Flower. A node is known by the name under which its key was registered."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._ids: dict[str, int] = {}
+        self._asked = 0.0
+        self._to: dict[str, int] = {}
+
+    def send(self, envelopes: Mapping[str, bytes], lasts: float) -> dict[str, str]:
+        """Post a message to each node that is connected, and return a ticket for each of them."""
+        ids = self._signed_in(envelopes.keys())
+        names = [name for name in envelopes if name in ids]
+        encoded = [
+            Message(
+                RecordDict({PARCEL: ConfigRecord({BYTES: envelopes[name]})}),
+                dst_node_id=ids[name],
+                message_type=KIND,
+                ttl=max(lasts, 1.0) + 5.0,
+            )
+            for name in names
+        ]
+        tickets = {}
+        for name, ticket in zip(names, self.grid.push_messages(encoded) if encoded else [], strict=True):
+            if ticket:
+                tickets[name], self._to[ticket] = ticket, ids[name]
+        return tickets
+
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+        """Return the answers that have arrived, waiting at most `wait` seconds for parts on their way."""
+        found: dict[str, bytes | Undelivered] = {}
+        end = time.monotonic() + wait
+        # The grid has no limit of its own for an answer whose parts do not come.
+        http_grid.pull_objects = lambda **parts: pulled(**parts, wait=end - time.monotonic())
+        for message in self.grid.pull_messages(list(tickets)):
+            ticket = message.metadata.reply_to_message_id
+            asked = self._to.pop(ticket, None)
+            if message.has_error():
+                found[ticket] = Undelivered(f"{message.error.reason} (Flower error {message.error.code})")
+            elif message.metadata.src_node_id != asked:
+                found[ticket] = Undelivered("the reply came from another node")
+            else:
+                found[ticket] = content(message)
+        return found
+
+    def _signed_in(self, wanted: Collection[str]) -> dict[str, int]:
+        """Node numbers by name, looked up again when somebody is missing."""
+        if time.monotonic() - self._asked > 10.0 or any(name not in self._ids for name in wanted):
+            self._ids = {node.name: node.node_id for node in self.grid.get_nodes()}
+            self._asked = time.monotonic()
+        return self._ids
+
+
+class Operator:
+    """The operator's connection to the SuperLink.
+
+    Parameters
+    ----------
+    address
+        host:port of the SuperLink.
+    token
+        The operator's token.
+    authority
+        Certificate of the authority; None connects without TLS.
+    """
+
+    def __init__(self, address: str, token: str, authority: Path | None) -> None:
+        self.address, self.token, self.authority = address, token, authority
+
+    def register(self, public_keys: Mapping[str, Path]) -> None:
+        """Register the public keys of nodes; keys that are registered already are left alone."""
+        import httpx
+        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
+
+        with self._control() as control:
+            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            for name, path in public_keys.items():
+                key = keys.public_bytes(path)
+                if key not in known:
+                    try:
+                        control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+                    except httpx.HTTPStatusError as problem:
+                        if "already in use" not in problem.response.text:  # somebody else was quicker
+                            raise
+
+    def start(self, app: Path, jobs: list[Path]) -> int:
+        """Start a run of these jobs and return its number."""
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import fab_to_proto, user_config_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest
+        from flwr.supercore.fab import Fab
+
+        with warnings.catch_warnings():  # Flower uses a pattern of pathspec that is on its way out
+            warnings.simplefilter("ignore", DeprecationWarning)
+            bundle = build_fab_from_disk(app)
+        fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
+        config = user_config_to_proto({"jobs": "\n".join(str(job) for job in jobs)})
+        with self._control() as control:
+            response = control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
+        if not response.HasField("run_id"):
+            raise RunError("the SuperLink did not start the run")
+        return int(response.run_id)
+
+    def stop(self, number: int) -> None:
+        """Stop a run."""
+        from flwr.proto.control_pb2 import StopRunRequest
+
+        with self._control() as control:
+            control.StopRun(StopRunRequest(run_id=number))
+
+    @contextmanager
+    def _control(self) -> Iterator[Any]:
+        import httpx
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        control = ControlHttpClient.from_server_address(
+            server_address=self.address,
+            insecure=self.authority is None,
+            root_certificates=None if self.authority is None else self.authority.read_bytes(),
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI"), _Token(self.token)],
+        )
+        try:
+            yield control
+        except httpx.HTTPStatusError as problem:
+            text = " ".join(problem.response.text.split())[:300]
+            raise RunError(f"the SuperLink at {self.address} rejected the request: {text}") from None
+        except httpx.HTTPError as problem:
+            raise RunError(
+                f"the SuperLink at {self.address} cannot be reached ({problem}). Start it: coterie federate server DIR"
+            ) from None
+        finally:
+            control.close()
+
+
+class _Token:
+    """Puts the operator's token onto every request."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        from flwr.supercore.interceptors.http.utils import add_headers
+
+        add_headers(context.request, {OPERATOR_HEADER: self.token})
+        return call_next(context)

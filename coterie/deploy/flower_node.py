@@ -1,0 +1,294 @@
+"""A long-running node: it keeps torch, its rows and its clients' state in memory, and speaks Flower's Fleet API itself.
+
+Flower's own SuperNode installs the app that a server sends and starts a process for every message. This one runs
+nothing that comes from outside and answers from memory, which is both safer and a hundred times faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie._core.errors import CoterieError
+from coterie.deploy import keys
+from coterie.deploy.flower_link import QUIET, missing
+
+BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
+WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
+HEARTBEAT = 10.0  # seconds, Flower's shortest
+RETRY = 2.0  # seconds before a server that cannot be reached is tried again
+NODE_ID = "node-id"
+
+
+class Refused(CoterieError):
+    """The server does not let this node in."""
+
+
+@dataclass
+class Link:
+    """A node's connection to its SuperLink.
+
+    Attributes
+    ----------
+    address : str
+        host:port of the server.
+    key : Path
+        The node's private key.
+    authority : Path or None
+        Certificate of the federation's authority; None connects without TLS.
+    log : callable
+        Receives messages about the connection.
+    """
+
+    address: str
+    key: Path
+    authority: Path | None  # None: without TLS
+    log: Callable[[str], None]
+
+    def serve(self, answer: Callable[[bytes], bytes]) -> None:
+        """Answer messages for ever; reconnect when the server was away."""
+        os.environ.update(QUIET)
+        waiting = False
+        while True:
+            try:
+                with self._connected() as fleet:
+                    self.log(f"connected to {self.address}")
+                    waiting = False
+                    self._loop(fleet, answer)
+            except CoterieError:
+                raise
+            except Exception as problem:
+                reason = _reason(problem)
+                if isinstance(problem, _tls_errors()) and _is_certificate(problem):
+                    raise Refused(
+                        f"the certificate of the server at {self.address} was not issued by this federation: {problem}"
+                    ) from None
+                if not waiting:
+                    self.log(f"cannot connect to {self.address}, retrying: {reason}")
+                waiting = True
+                time.sleep(RETRY)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Fleet]:
+        try:
+            from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+            from flwr.supernode.fleet_http_client import FleetHttpClient
+            from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+        except ImportError as problem:
+            raise missing(problem) from None
+        private, public = keys.load_node_key(self.key)
+        version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
+        client = FleetHttpClient.from_server_address(
+            self.address,
+            self.authority is None,
+            None if self.authority is None else self.authority.read_bytes(),
+            interceptors=[version, NodeAuthHttpInterceptor(private, public)],
+        )
+        with client:
+            fleet = Fleet(client, _public(public), self.key.parent / NODE_ID)
+            fleet.activate()
+            stop = threading.Event()
+            heart = threading.Thread(target=fleet.beat, args=(stop,), daemon=True)
+            heart.start()
+            try:
+                yield fleet
+            finally:
+                stop.set()
+                with contextlib.suppress(Exception):
+                    fleet.deactivate()
+
+    def _loop(self, fleet: Fleet, answer: Callable[[bytes], bytes]) -> None:
+        pause = BUSY_POLL
+        while True:
+            began = time.monotonic()
+            if fleet.answer_one(answer):
+                pause = BUSY_POLL
+            elif time.monotonic() - began < WAS_KEPT_WAITING:
+                time.sleep(pause)
+                pause = min(1.2 * pause, IDLE_POLL)
+
+
+class Fleet:
+    """The Fleet API as one node uses it."""
+
+    def __init__(self, client: Any, public: bytes, remembered: Path) -> None:
+        self.client, self.public, self.remembered = client, public, remembered
+        self.node: Any = None
+
+    def activate(self) -> None:
+        """Sign in. A node that was killed is still signed in, so it signs itself out first."""
+        import httpx
+        from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
+        from flwr.proto.node_pb2 import Node
+
+        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
+        try:
+            try:
+                response = self.client.ActivateNode(request)
+            except httpx.HTTPStatusError:
+                if not self.remembered.exists():
+                    raise
+                before = int(self.remembered.read_text())
+                with contextlib.suppress(httpx.HTTPStatusError):
+                    self.client.DeactivateNode(DeactivateNodeRequest(node_id=before))
+                response = self.client.ActivateNode(request)
+        except httpx.HTTPStatusError as problem:
+            if problem.response.status_code in (502, 503, 504):
+                raise
+            raise Refused(
+                f"the server rejected this node's key ({_reason(problem)}). Is it registered? The server's operator "
+                "does that with `coterie federate server`, which reads nodes/*/node.pub. If it is, a node that was "
+                "killed may still be signed in; try again in half a minute."
+            ) from None
+        self.node = Node(node_id=response.node_id)
+        self.remembered.write_text(str(response.node_id))
+
+    def deactivate(self) -> None:
+        """Sign out."""
+        from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+
+        self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
+
+    def beat(self, stop: threading.Event) -> None:
+        """Tell the server regularly that this node is alive, until `stop` is set."""
+        from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+
+        while not stop.wait(HEARTBEAT / 2):
+            with contextlib.suppress(Exception):
+                self.client.SendNodeHeartbeat(
+                    SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)
+                )
+
+    def answer_one(self, answer: Callable[[bytes], bytes]) -> bool:
+        """Answer one message, and return whether there was one."""
+        from flwr.proto.fleet_pb2 import PullMessagesRequest
+
+        response = self.client.PullMessages(PullMessagesRequest(node=self.node))
+        if not response.messages_list:
+            return False
+        message = self._received(response.messages_list[0], response.message_object_trees[0])
+        if message is not None:
+            self._send(message, answer(content(message)))
+        return True
+
+    def _received(self, announced: Any, tree: Any) -> Any:
+        """Return the whole message, or None if it was withdrawn meanwhile."""
+        from flwr.common.serde import message_from_proto
+        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+        from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+            make_confirm_message_received_fn_protobuf,
+            make_pull_object_fn_protobuf,
+        )
+        from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
+
+        about = message_from_proto(announced).metadata
+        pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, about.run_id)
+        ids = [part.object_id for part in iterate_object_tree(tree)]
+        try:
+            parts = pulled(ids, pull, about.ttl)
+        except ObjectPullError:
+            return None
+        confirm = make_confirm_message_received_fn_protobuf(
+            self.client.ConfirmMessageReceived, self.node, about.run_id
+        )
+        confirm(about.message_id)
+        message: Any = inflate_object_from_contents(about.message_id, parts)
+        message.metadata.__dict__["_message_id"] = about.message_id
+        return message
+
+    def _send(self, message: Any, answer: bytes) -> None:
+        from flwr.app.message import remove_content_from_message
+        from flwr.common.serde import message_to_proto
+        from flwr.proto.fleet_pb2 import PushMessagesRequest
+        from flwr.supercore.inflatable.inflatable_object import (
+            get_all_nested_objects,
+            get_object_tree,
+            no_object_id_recompute,
+        )
+        from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
+
+        reply = reply_to(message, answer)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        with no_object_id_recompute():
+            response = self.client.PushMessages(
+                PushMessagesRequest(
+                    node=self.node,
+                    messages_list=[message_to_proto(remove_content_from_message(reply))],
+                    message_object_trees=[get_object_tree(reply)],
+                    clientapp_runtime_list=[0.0],
+                )
+            )
+            wanted = set(response.objects_to_push)
+            push = make_push_object_fn_protobuf(
+                self.client.PushObject, self.node, message.metadata.run_id, response.session_id
+            )
+            for name, part in get_all_nested_objects(reply).items():
+                if name in wanted:
+                    push(name, part.deflate())
+
+
+def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: float) -> dict[str, bytes]:
+    """Return the parts of a message, waiting at most `wait` seconds for those on their way.
+
+    Flower by itself looks again after a second, and for three minutes where a sender has stopped in the middle.
+    """
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects
+
+    return pull_objects(
+        object_ids,
+        pull_object_fn,
+        max_time=wait,
+        max_tries_per_object=None,
+        initial_backoff=0.02,
+        backoff_cap=0.25,
+    )
+
+
+PARCEL, BYTES, KIND = "coterie", "message", "query"
+
+
+def content(message: Any) -> bytes:
+    """Return the bytes that a Flower message carries for us; b"" for anything else, which is rejected later."""
+    try:
+        value = message.content[PARCEL][BYTES]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return b""
+    return value if isinstance(value, bytes) else b""
+
+
+def reply_to(message: Any, answer: bytes) -> Any:
+    """Return a Flower message that answers another."""
+    from flwr.app import ConfigRecord, Message, RecordDict
+
+    return Message(RecordDict({PARCEL: ConfigRecord({BYTES: answer})}), reply_to=message)
+
+
+def _public(key: Any) -> bytes:
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    return public_key_to_bytes(key)
+
+
+def _tls_errors() -> tuple[type[Exception], ...]:
+    import ssl
+
+    import httpx
+
+    return (httpx.ConnectError, ssl.SSLError)
+
+
+def _is_certificate(problem: Exception) -> bool:
+    return "certificate" in str(problem).lower()
+
+
+def _reason(problem: Exception) -> str:
+    """Return in one line what went wrong."""
+    response = getattr(problem, "response", None)
+    text = getattr(response, "text", "") if response is not None else ""
+    return " ".join(f"{text or problem}".split())[:300] or type(problem).__name__

@@ -1,0 +1,351 @@
+"""A node's side of a federation: its own rows, the state of its clients on disk, and its answers.
+
+Messages name what to do; nothing in them is executed. A node does what is in `NodeService.KINDS` and, of an
+algorithm, its phases.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import coterie
+from coterie._core import files
+from coterie._core.errors import CoterieError, DataError
+from coterie.algorithms import Algorithm, make
+from coterie.data import bundled, federated, tables
+from coterie.data.federated import Roles
+from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.data.split import split_rows
+from coterie.data.tables import TableSpec
+from coterie.deploy import messages, wire
+from coterie.deploy.client_state import CallId, ClientStateFiles
+from coterie.engine.build import make_runtime
+from coterie.engine.local_runtime import LocalRuntime
+from coterie.models.description import description, from_description
+
+if TYPE_CHECKING:
+    import polars
+
+Message = tuple[dict[str, Any], dict[str, Tensor]]
+REMEMBERED = 10_000  # messages whose repetition is noticed
+
+
+class NodeService:
+    """Answers the server's messages with what the node's own clients compute.
+
+    Parameters
+    ----------
+    source
+        The node's table: a file, the name of a bundled table, or a data frame.
+    state
+        Folder for the state and the models of clients.
+    client
+        Whose rows these are, where the table has no client column.
+    make_algorithm
+        Makes an algorithm from its name and settings; by default one that is installed.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | polars.DataFrame,
+        state: Path,
+        client: str | None = None,
+        make_algorithm: Callable[..., Algorithm] = make,
+    ) -> None:
+        self.source, self.client, self.state = bundled.resolve(source), client, state
+        self.source_name = str(self.source) if isinstance(self.source, str | Path) else "the table"
+        self.make_algorithm = make_algorithm
+        self.runs: dict[str, OpenRun] = {}
+        self.seen: deque[str] = deque(maxlen=REMEMBERED)
+        self._frames: dict[Roles, Any] = {}
+        self._raw: Any = None
+
+    def check(self) -> int:
+        """Read the table before the server asks, to report problems early; return its number of rows."""
+        self._raw = tables.read(self.source)
+        return int(self._raw.height)
+
+    def answer(self, message: bytes) -> bytes:
+        """Return the answer to a message.
+
+        There is always one: a failure is in its `error`, with a `code` where the server can act on it.
+        """
+        nonce: Any = None
+        try:
+            header, tensors = wire.decode(message)
+            nonce = header.get("nonce")
+            self._require_new(nonce)
+            kind = header.get("kind")
+            if kind not in self.KINDS:
+                raise wire.WireError(f"unknown request {kind!r}")
+            with torch.no_grad():
+                reply, values = self.KINDS[kind](self, header, tensors)
+            return wire.encode({**reply, "nonce": nonce}, values)
+        except Forgotten as problem:
+            return wire.encode({"nonce": nonce, "error": str(problem), "code": "forgot"}, {})
+        except CoterieError as problem:
+            return wire.encode({"nonce": nonce, "error": str(problem), "code": "refused"}, {})
+        except Exception as problem:
+            text = f"{type(problem).__name__}: {problem}"
+            return wire.encode({"nonce": nonce, "error": text, "code": "failed"}, {})
+
+    def _require_new(self, nonce: Any) -> None:
+        if not isinstance(nonce, str) or not nonce:
+            raise wire.WireError("message rejected: missing nonce")
+        if nonce in self.seen:
+            raise wire.WireError("message rejected: nonce already used")
+        self.seen.append(nonce)
+
+    def hello(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Return names and sizes of clients and kinds of columns."""
+        roles = Roles.from_json(header["roles"])
+        told = federated.describe(self.rows(roles), roles, self.source_name)
+        run = header.get("run")
+        knows = isinstance(run, str) and (run in self.runs or (self._folder(run) / SETUP).exists())
+        return {"told": told, "knows": knows, "coterie": coterie.__version__}, {}
+
+    def statistics(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Return sums over the training rows, for the shared encoding."""
+        roles, spec = Roles.from_json(header["roles"]), _spec(header["spec"])
+        frame, _, counts = tables.by_client(self.rows(roles), roles.client)
+        part = split_rows(torch.tensor(counts), _fractions(header["split"]), header["seed"], tensors["ids"])
+        frame = _with_columns(frame, spec, self.source_name)
+        sums = local_statistics(frame[part.train.order.numpy()], spec)
+        return {"statistics": federated.statistics_to_json(sums)}, {}
+
+    def open(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Open a run: write its settings to disk, read its clients into memory, return their sizes."""
+        run = str(header["run"])
+        folder = self._folder(run)
+        settings = {name: header[name] for name in ("run", "roles", "seed", "split", "setup")}
+        files.write_tensors(folder / SETUP, tensors, settings)
+        opened = OpenRun(self, folder)
+        if opened.names != header["clients"]:
+            raise DataError(
+                f"{self.source_name}: its clients are not those that the federation lists for this node"
+            )
+        self.runs[run] = opened
+        return {}, {f"rows.{split}": rows.size for split, rows in opened.runtime.splits.items()}
+
+    def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Run a phase."""
+        return self.run(header).call(header, tensors)
+
+    def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Store deployed models."""
+        return self.run(header).deploy(header, tensors)
+
+    def score(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Score stored models."""
+        return self.run(header).score(header)
+
+    def finish(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Write the models of a finished run for use."""
+        return self.run(header).finish(header, tensors)
+
+    KINDS: ClassVar[dict[str, Callable[[NodeService, dict[str, Any], dict[str, Tensor]], Message]]] = {
+        "hello": hello,
+        "statistics": statistics,
+        "open": open,
+        "call": call,
+        "deploy": deploy,
+        "score": score,
+        "finish": finish,
+    }
+
+    def run(self, header: dict[str, Any]) -> OpenRun:
+        """Return the run that a message is about, from memory or from disk."""
+        run = str(header.get("run"))
+        if run not in self.runs:
+            folder = self._folder(run)
+            if not (folder / SETUP).exists():
+                raise Forgotten(f"unknown run {run!r}")
+            self.runs[run] = OpenRun(self, folder)
+        return self.runs[run]
+
+    def rows(self, roles: Roles) -> Any:
+        """Return the rows of this node's clients."""
+        if roles not in self._frames:
+            if self._raw is None:
+                self._raw = tables.read(self.source)
+            self._frames[roles] = federated.own_rows(self._raw, roles, self.client, self.source_name)
+        return self._frames[roles]
+
+    def _folder(self, run: str) -> Path:
+        if not re.fullmatch(r"[a-z0-9]{8,64}", run):
+            raise wire.WireError(f"invalid run name {run!r}")
+        return self.state / run
+
+
+class Forgotten(CoterieError):
+    """The state that a message starts from is not on this node."""
+
+
+SETUP = "setup.safetensors"
+
+
+class OpenRun:
+    """One run on one node: runtime, algorithm, saved states and deployed models."""
+
+    def __init__(self, service: NodeService, folder: Path) -> None:
+        self.folder = folder
+        tensors, settings = files.read_tensors(folder / SETUP)
+        roles, setup = Roles.from_json(settings["roles"]), settings["setup"]
+        self.settings, self.roles = settings, roles
+        self.algorithm = service.make_algorithm(setup["algorithm"]["name"], **setup["algorithm"]["settings"])
+        self.preprocessor = Preprocessor.from_json(setup["preprocessor"])
+        frame, self.names, counts = tables.by_client(service.rows(roles), roles.client)
+        if len(self.names) != len(tensors["ids"]):
+            raise DataError(
+                f"{service.source_name} has {len(self.names)} clients; it had {len(tensors['ids'])} when the run began"
+            )
+        frame = _with_columns(frame, self.preprocessor.spec, service.source_name)
+        self.runtime = _runtime(self.preprocessor, frame, counts, settings, tensors)
+        self.state_files = ClientStateFiles(folder / "states")
+        self.current: CallId | None = None  # the state that is in memory
+
+    def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
+        self._go_to(_stamp(header["since"]))
+        before = self.runtime.store.writes
+        stamp: CallId | None = self.current
+        self.current = (-1, -1)  # in between, should the phase fail
+        reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        if self.runtime.store.writes > before:
+            stamp = (int(header["round"]), int(header["call"]))
+            self.state_files.save(stamp, self.runtime.snapshot())
+            if header.get("floor"):
+                self.state_files.prune(_stamp(header["floor"]) or stamp)
+        self.current = stamp
+        return {**reply, "at": stamp}, values
+
+    def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Store the models of these clients under the round they belong to."""
+        self._go_to(_stamp(header["since"]))
+        asked = {**header, "phase": "deploy", "lasting": False, "split": "", "compress": ""}
+        _, values = messages.run(self.runtime, self.algorithm, asked, tensors)
+        t = int(header["round"])
+        models = self.models(t)
+        models[tensors["at"]] = values["value."]
+        files.write_tensors(self._path(t), {"personal": models})
+        return {}, {}
+
+    def score(self, header: dict[str, Any]) -> Message:
+        """Return the sums of the named metrics for the stored models on one split; NaN for a client without a model."""
+        metrics = messages.named_metrics(self.runtime, header)
+        models = self.models(int(header["round"]))
+        missing = torch.isnan(models).any(-1, keepdim=True)
+        scores = self.runtime.score(models.nan_to_num(), header["split"], metrics)
+        return {}, {
+            f"value.{name}": value if name == "rows" else torch.where(missing, torch.nan, value)
+            for name, value in scores.items()
+        }
+
+    def finish(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Write this node's models where `coterie predict` finds them; remove states and other models."""
+        t, target = int(header["round"]), self.folder / "run"
+        if not self._path(t).exists() and target.exists():
+            return {}, {}
+        personal = self.models(t)
+        own = [k for k in range(len(personal)) if not bool(personal[k].isnan().any())]
+        models = {"personal": personal[own], "common": tensors.get("common", personal[own].mean(0))}
+        files.write_tensors(target / "models" / "models.safetensors", models)
+        files.write_json(
+            target / "models" / "model.json",
+            {
+                "algorithm": self.algorithm.name,
+                "sha256": files.sha256(target / "models" / "models.safetensors"),
+                "clients": [self.names[k] for k in own],
+                "client_column": self.roles.client,
+                "model": description(self.runtime.model),
+                "preprocessor": self.preprocessor.to_json(),
+            },
+        )
+        files.write_toml(
+            target / "config.toml",
+            {
+                "coterie": coterie.__version__,
+                "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
+                "plan": {"federated": True},
+                "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
+            },
+        )
+        self.state_files.clear()
+        for old in (self.folder / "models").glob("*.safetensors"):
+            old.unlink(missing_ok=True)
+        return {"models": len(own)}, {}
+
+    def _go_to(self, stamp: CallId | None) -> None:
+        if stamp == self.current:
+            return
+        tensors = {} if stamp is None else self.state_files.load(stamp)
+        if tensors is None:
+            raise Forgotten(f"no saved state of round {stamp and stamp[0]} on this node")
+        self.runtime.restore(tensors)
+        self.current = stamp
+
+    def _path(self, t: int) -> Path:
+        return self.folder / "models" / f"round-{t:09d}.safetensors"
+
+    def models(self, t: int) -> Tensor:
+        """Return the models stored under round t, [k, d]; NaN for a client that has none."""
+        path = self._path(t)
+        if path.exists():
+            return files.read_tensors(path)[0]["personal"]
+        shape = (len(self.runtime.ids), self.runtime.model.d)
+        return torch.full(shape, torch.nan, dtype=self.runtime.dtype)
+
+
+def _runtime(
+    preprocessor: Preprocessor,
+    frame: Any,
+    counts: list[int],
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+) -> LocalRuntime:
+    return make_runtime(
+        preprocessor.encode(frame),
+        preprocessor.encode_target(frame),
+        torch.tensor(counts),
+        from_description(settings["setup"]["model"]),
+        tensors.get("clusters"),
+        _fractions(settings["split"]),
+        settings["seed"],
+        torch.float64,
+        ids=tensors["ids"],
+    )
+
+
+@functools.cache
+def _spec_from(text: str) -> TableSpec:
+    stored = json.loads(text)
+    lists = ("classes", "numeric", "categories")
+    return TableSpec(**{**stored, **{name: tuple(stored[name]) for name in lists}, "warnings": []})
+
+
+def _spec(stored: dict[str, Any]) -> TableSpec:
+    return _spec_from(json.dumps(stored, sort_keys=True))
+
+
+def _with_columns(frame: Any, spec: TableSpec, source: str) -> Any:
+    missing = [name for name in (*spec.numeric, *spec.categories) if name not in frame.columns]
+    if missing:
+        raise DataError(f"{source}: column {missing[0]!r} is missing; the other nodes have it")
+    return frame
+
+
+def _fractions(split: list[float]) -> tuple[float, float, float]:
+    return float(split[0]), float(split[1]), float(split[2])
+
+
+def _stamp(stored: Any) -> CallId | None:
+    return None if stored is None else (int(stored[0]), int(stored[1]))

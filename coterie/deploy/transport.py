@@ -1,0 +1,119 @@
+"""Send messages to nodes and collect their answers within a deadline."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from coterie.deploy import wire
+
+POLL = 0.02, 0.25  # seconds between looks for answers, at first and at most
+
+Envelope = tuple[dict[str, Any], dict[str, Tensor]]  # header and tensors
+
+
+class Undelivered(Exception):
+    """A message that will get no answer, and why."""
+
+
+class Transport(Protocol):
+    """Carries messages to nodes, which it knows by name, and brings their answers."""
+
+    def send(self, envelopes: Mapping[str, bytes], lasts: float) -> dict[str, str]:
+        """Post a message to each of some nodes; return a ticket for each that could be posted."""
+
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+        """Return the answers that have arrived, by ticket; wait at most `wait` seconds for one on its way."""
+
+
+@dataclass
+class NodeCaller:
+    """Sends messages, waits for answers, and says which node failed and why.
+
+    Attributes
+    ----------
+    transport : Transport
+        Carries the messages.
+    deadline : float
+        Seconds to wait for answers.
+    note : callable
+        Receives remarks about nodes.
+    away : set of str
+        Nodes that are not waited for.
+    """
+
+    transport: Transport
+    deadline: float = 60.0
+    note: Callable[[str], None] = field(default=lambda text: None)
+    away: set[str] = field(default_factory=set)  # nodes that are not waited for
+
+    def ask(
+        self, envelopes: Mapping[str, Envelope], deadline: float | None = None
+    ) -> dict[str, wire.WireError | Envelope]:
+        """Send a message to each of some nodes and wait for their answers.
+
+        Parameters
+        ----------
+        envelopes
+            Header and tensors by node.
+        deadline
+            Seconds to wait; None takes the caller's own.
+
+        Returns
+        -------
+        dict of str
+            For every node its header and tensors, or the error that says why there are none.
+        """
+        limit = self.deadline if deadline is None else deadline
+        nonces = {name: secrets.token_hex(12) for name in envelopes}
+        encoded = {
+            name: wire.encode({**header, "nonce": nonces[name]}, tensors)
+            for name, (header, tensors) in envelopes.items()
+        }
+        tickets = self.transport.send(encoded, limit)
+        waiting = {ticket: name for name, ticket in tickets.items()}
+        answers: dict[str, Any] = {name: Late("not connected") for name in envelopes if name not in tickets}
+        end, pause = time.monotonic() + limit, POLL[0]
+        while waiting:
+            began = time.monotonic()
+            for ticket, content in self.transport.fetch(list(waiting), max(0.0, end - began)).items():
+                came_too_late = isinstance(content, Undelivered) and time.monotonic() >= end
+                if not came_too_late:
+                    name = waiting.pop(ticket)
+                    answers[name] = self.read(content, nonces[name])
+            # A look that began in time can end late; the next one is for those who answered meanwhile.
+            if not waiting or began >= end:
+                break
+            time.sleep(pause)
+            pause = min(1.5 * pause, POLL[1])
+        for name in waiting.values():
+            answers[name] = Late(f"no answer within {limit:g} s")
+        return answers
+
+    def read(self, content: bytes | Undelivered, nonce: str | None) -> Any:
+        """Return a decoded answer, or the error that it is; `nonce` None accepts any."""
+        if isinstance(content, Undelivered):
+            return Late(str(content))
+        try:
+            header, tensors = wire.decode(content)
+        except wire.WireError as problem:
+            return problem
+        if nonce is not None and header.get("nonce") != nonce:
+            return wire.WireError("reply rejected: wrong nonce")
+        if "error" in header:
+            kind = Forgot if header.get("code") == "forgot" else wire.WireError
+            return kind(str(header["error"])[:500])
+        return header, tensors
+
+
+class Late(wire.WireError):
+    """No answer in time: the node is away until it is heard of again."""
+
+
+class Forgot(wire.WireError):
+    """The node has lost the state that the message starts from."""

@@ -1,0 +1,1 @@
+"""The engine: federations, clients, the runtime that computes, and the ledger of what they send."""

@@ -1,0 +1,391 @@
+"""What a phase sees of a client, or of a stack of clients: the code is the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie._core import broadcast, randomness, threads
+from coterie._core.errors import SettingError
+from coterie.engine.client_batches import ClientBatches
+from coterie.engine.encoding import Encoder
+from coterie.engine.keep import Keep
+from coterie.models import fast
+from coterie.models.fast.lazy_models import materialize
+from coterie.models.groups import ParameterGroups
+from coterie.models.local_sgd import SgdJob
+from coterie.models.metrics import LOSS, client_sums
+
+if TYPE_CHECKING:
+    from coterie.data.rows import Batch, Rows
+    from coterie.engine.local_runtime import LocalRuntime
+    from coterie.models.base import Model
+
+
+class Client:
+    """A stack of k clients (`at` [k]), all clients (`at` None), or one client with no leading axis (`at` []).
+
+    Vectors are [..., d], per-client numbers [..., 1]. Only training rows are reachable, and validation
+    rows where asked for by name; test rows are not.
+    """
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        at: Tensor | None,
+        keys: Callable[[], Tensor],
+        batch: int,
+        encoder: Encoder | None = None,
+        threads: int = 1,
+    ) -> None:
+        self._runtime, self._at, self._make_keys, self._batch = runtime, at, keys, batch
+        self.batches = ClientBatches(runtime, at, lambda: self.keys, batch)
+        self.encoder = encoder or Encoder()
+        self.threads = threads  # that compute parts of this stack
+        self.whole = False  # whether nobody else is visited in this call
+        self.lead = runtime.ids.shape if at is None else at.shape
+        self.keep = Keep(lambda name: runtime.store.read(name, at))
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """Coordinates of this visit, hashed when the first random number is asked for."""
+        return self._make_keys()
+
+    @functools.cached_property
+    def _statistics(self) -> tuple[Tensor, ...] | None:
+        """Sufficient statistics of these clients, gathered once for all steps of a phase."""
+        return self._runtime.statistics(self._at)
+
+    @property
+    def model(self) -> Model:
+        """The model that is trained, for phases that need more of it than losses and gradients."""
+        return self._runtime.model
+
+    @property
+    def size(self) -> Tensor:
+        """Number of training rows, [..., 1]."""
+        return self._pick(self._runtime.train.size).unsqueeze(-1).to(self._runtime.dtype)
+
+    @property
+    def cluster(self) -> Tensor:
+        """Known cluster, [..., 1]."""
+        if self._runtime.clusters is None:
+            raise SettingError("this algorithm needs known clusters: pass `--cluster COLUMN` or `clusters=`")
+        return self._pick(self._runtime.clusters).unsqueeze(-1)
+
+    @property
+    def groups(self) -> ParameterGroups:
+        """Masks [d] over the parameters by name: "head", "body", "buffers", layers; see `ParameterGroups`."""
+        return self.model.groups.to(self._runtime.device)
+
+    def initial_model(self) -> Tensor:
+        """Return the common starting point, which every client can compute by itself from the seed."""
+        return self._runtime.initial.expand(*self.lead, -1)
+
+    def grad(self, x: Tensor, again: bool = False, *, mask: Tensor | None = None) -> Tensor:
+        """Return the gradient at x on a fresh minibatch, or `again` on the last.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+        again : bool, optional
+            Use the minibatch of the call before.
+        mask : Tensor, [d], optional
+            Parameters that are trained, such as `client.groups["head"]`; the gradient is zero elsewhere.
+
+        Returns
+        -------
+        Tensor, [..., d]
+            Of all rows if the algorithm's `batch` is 0 or no client has more rows than that.
+        """
+        self.model.require_gradients()
+        x = materialize(x)
+        grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
+        return grad if mask is None else grad * mask
+
+    def sgd(
+        self,
+        x: Tensor,
+        lr: float,
+        steps: int,
+        *,
+        prox: float = 0.0,
+        anchor: Tensor | None = None,
+        stream: str = "",
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor)), each on a fresh minibatch.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Where the steps start.
+        lr : float
+            Step size.
+        steps : int
+            Number of steps.
+        prox : float, optional
+            Strength of the pull to `anchor`.
+        anchor : Tensor, [..., d], optional
+            What x is pulled to.
+        stream : str, optional
+            Name of the sequence of minibatches. Descents of one phase with different names draw independent ones.
+        mask : Tensor, [d], optional
+            Parameters that move, such as `client.groups["head"]`; the others stay.
+
+        Returns
+        -------
+        Tensor, [..., d]
+        """
+        rows, x = self._runtime.train, materialize(x)
+        anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
+        stacked = len(self.lead) == 1 and not self._runtime.loop and x.device.type == "cpu"
+        if stacked and mask is None and steps and 0 < self._batch < rows.largest:
+            draws = self.batches.draws(stream, steps)
+            job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads)
+            path = fast.find("sgd", job)
+            if path is not None:
+                self.batches.skip(stream, steps)
+                self._runtime.used[path.name] += 1
+                ends: Tensor = path.run(job)
+                return ends
+        self._runtime.used["plain steps"] += 1
+        if self.model.tracks:
+            parameters = ~self.groups["buffers"]
+            mask = parameters if mask is None else mask & parameters
+        for k in range(steps):
+            grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, stream)
+            x = self._tracked(x, stream)
+            if anchor is not None:
+                grad.add_((x - anchor).mul_(prox))
+            if mask is not None:
+                grad.mul_(mask)
+            grad.mul_(lr)
+            x = x.sub_(grad) if k else x - grad
+        return x
+
+    def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
+        """Return the loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""
+        if self._all_rows:
+            return self.loss(x)
+        return self._on_minibatch(self.model.loss, materialize(x), "", again)
+
+    def full_grad(self, x: Tensor) -> Tensor:
+        """Return the gradient at x on all training rows."""
+        x, statistics = materialize(x), self._statistics
+        if statistics is not None:
+            return self.model.grad_from(statistics, x)
+        return self.over_rows(self.model.grad, x)
+
+    def descent(self, step: Tensor) -> Callable[..., Tensor]:
+        """Return a function of x and k that takes k steps x <- x - step grad(x), step [..., 1], perhaps in `out`."""
+        closed = self._runtime.descent(step) if self._at is None and self._all_rows else None
+
+        def steps(x: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+            for _ in range(count):
+                x = torch.addcmul(x, step, self.grad(x), value=-1)
+            return x
+
+        return steps if closed is None else closed
+
+    def hvp(self, x: Tensor, v: Tensor) -> Tensor:
+        """Return the Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
+
+        def product(pair: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            at, along = pair.chunk(2, -1)
+            return self.model.hvp(at, along, inputs, targets, weight)
+
+        pair = torch.cat([x, v], -1)
+        return self.over_rows(product, pair) if self._all_rows else self._on_minibatch(product, pair, "")
+
+    def loss(self, x: Tensor, split: str = "train") -> Tensor:
+        """Return the loss at x on all rows of 'train' or 'validation', [..., 1]."""
+        x, rows = materialize(x), self._visible(split)
+        statistics = self._statistics if split == "train" else None
+        if statistics is not None:
+            return self.model.loss_from(statistics, x)
+        return self.over_rows(self.model.loss, x, rows)
+
+    def error(self, x: Tensor, split: str = "train") -> Tensor:
+        """Return the mean loss of the rows of 'train' or 'validation' at x, without the regulariser, [..., 1]."""
+        rows = self._visible(split)
+        return client_sums(self.model, materialize(x), rows, self._at, [LOSS])[LOSS.name]
+
+    def features(self, x: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor]:
+        """Return what reaches the model's last layer at x, with targets and weights of the rows.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+        split : str, optional
+            'train' or 'validation'.
+
+        Returns
+        -------
+        features : Tensor, [..., B, f]
+        targets : Tensor, [..., B]
+        weight : Tensor, [..., B]
+            One over the number of the client's rows, zero on padding; B is the largest number of rows.
+        """
+        x, rows = materialize(x), self._visible(split)
+        width = max(1, rows.largest)
+
+        def padded(part: Tensor) -> Tensor:
+            missing = width - part.shape[len(self.lead)]
+            return torch.nn.functional.pad(part, (0, 0) * (part.dim() - len(self.lead) - 1) + (0, missing))
+
+        found = [
+            self.over_rows(lambda w, inputs, *_: padded(self.model.hidden_features(w, inputs)), x, rows),
+            self.over_rows(lambda w, inputs, targets, weight: padded(targets), x, rows),
+            self.over_rows(lambda w, inputs, targets, weight: padded(weight), x, rows, reduce=False),
+        ]
+        return found[0], found[1], found[2]
+
+    def solve(self, x: Tensor, tol: float = 1e-9, prox: float = 0.0) -> Tensor:
+        """Return the minimiser of f + prox/2 |. - x|^2, started at x, to gradient norm tol."""
+        x, statistics = materialize(x), self._statistics
+        if statistics is not None:
+            return self.model.solve_from(statistics, x, prox)
+
+        def solve(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            return self.model.solve(w, inputs, targets, weight, tol, prox)
+
+        return self.over_rows(solve, x)
+
+    def hessian(self, x: Tensor) -> Tensor:
+        """Return the second derivative at x on all training rows, [..., d, d]; generalised linear models have one."""
+        statistics = self._statistics
+        if statistics is not None:
+            return statistics[0]
+        return self.over_rows(self.model.hessian, materialize(x))
+
+    def smoothness(self) -> Tensor:
+        """Return L, the largest curvature of this client's loss, [..., 1]."""
+        return self.over_rows(self.model.smoothness, self.initial_model())
+
+    def row_smoothness(self) -> Tensor:
+        """Return the largest curvature of the loss as one row alone estimates it, [..., 1]."""
+
+        def largest(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            alone = torch.ones_like(weight).unsqueeze(-1)
+            spread = x.unsqueeze(-2).expand(*weight.shape, x.shape[-1])
+            curvature = self.model.smoothness(
+                spread, inputs.unsqueeze(len(weight.shape)), targets.unsqueeze(-1), alone
+            )
+            whole = curvature.squeeze(-1) * weight.sum(-1, keepdim=True)
+            return torch.where(weight > 0, whole, 0.0).amax(-1, keepdim=True)
+
+        return self.over_rows(largest, self.initial_model())
+
+    def convexity(self) -> Tensor:
+        """Return mu, the smallest curvature of this client's loss, [..., 1]."""
+        return self.over_rows(self.model.convexity, self.initial_model())
+
+    def calibrated(self, x: Tensor) -> Tensor:
+        """Return x with statistics of batch normalisation measured on these clients' training rows."""
+        if not self.model.calibrates:
+            return x
+
+        def calibrate(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            return self.model.calibrate(w, inputs, weight)
+
+        return self.over_rows(calibrate, materialize(x))
+
+    def over_rows(
+        self, function: Callable[..., Tensor], x: Tensor, rows: Rows | None = None, *, reduce: bool = True
+    ) -> Tensor:
+        """Return function(x, inputs, targets, weight) of all training rows, where rows of padding have weight 0.
+
+        What it gives for a client must not depend on the padding. Weights carry the model's reduction unless `reduce`
+        is False; they then sum to one.
+        """
+        rows = rows or self._runtime.train
+        result: Tensor | None = None
+        for place, batch in rows.full(self._at):
+            weight = self._group_weight(batch, place, rows) if reduce else batch.weight
+            part = function(x if place is None else broadcast.index(x, place), batch.x, batch.y, weight)
+            if place is None:
+                return part
+            if result is None:
+                result = part.new_empty((len(x), *part.shape[1:]))
+            result[place] = part
+        assert result is not None
+        return result
+
+    def uniform(self, purpose: str, count: int = 1) -> Tensor:
+        """Return private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
+        keys = randomness.fold(self.keys, purpose)
+        return randomness.uniform(randomness.slots(keys, count), self._runtime.dtype)
+
+    def compress(self, value: Tensor) -> Tensor:
+        """Return what the server will decode of `value` [..., length] under `map(..., compress=...)`, else `value`.
+
+        A phase that must know what was sent (a control variate, say) returns this very tensor; it then
+        travels in its encoded form. What a phase returns without this call is compressed on the way out.
+        """
+        return self.encoder.compress(self, materialize(value))
+
+    def kept_or_zero(self, name: str, like: Tensor) -> Tensor:
+        """Return what was kept under `name`, zeros for clients that have kept nothing yet."""
+        if name in self.written:
+            return self.written[name]
+        return self._runtime.store.read_or_zero(name, self._at, like)
+
+    @property
+    def written(self) -> dict[str, Tensor]:
+        """What the phase has put into `keep`, not yet lasting."""
+        found: dict[str, Tensor] = self.keep.__dict__["_written"]
+        return found
+
+    @property
+    def _all_rows(self) -> bool:
+        """Whether no client has more rows than a minibatch."""
+        return self._batch == 0 or self._runtime.train.largest <= self._batch
+
+    def _visible(self, split: str) -> Rows:
+        if split not in ("train", "validation"):
+            raise SettingError(f"a phase may look at 'train' or 'validation' rows, not at {split!r}")
+        return self._runtime.splits[split]
+
+    def _pick(self, values: Tensor) -> Tensor:
+        return values if self._at is None else values[self._at]
+
+    def _on_minibatch(
+        self, function: Callable[..., Tensor], x: Tensor, stream: str, again: bool = False
+    ) -> Tensor:
+        """Return a function of the model on the next minibatch of a stream; threads take parts of the stack."""
+        batch = self.batches.next(stream, again)
+        weight = self._reduced(batch.weight, self._runtime.train)
+        if self.threads == 1:
+            return function(x, batch.x, batch.y, weight)
+
+        def part(k: slice) -> Tensor:
+            return function(x[k], batch.x[k], batch.y[k], weight[k])
+
+        return torch.cat(threads.shared_out(part, len(x), weight.numel() * self.model.d))
+
+    def _tracked(self, x: Tensor, stream: str) -> Tensor:
+        """Return x with running statistics moved by the minibatch of this step, where the model tracks them."""
+        if not self.model.tracks:
+            return x
+        if self._all_rows:
+            return self.over_rows(lambda w, inputs, _, weight: self.model.track(w, inputs, weight), x)
+        batch = self.batches.next(stream, again=True)
+        return self.model.track(x, batch.x, batch.weight)
+
+    def _reduced(self, weight: Tensor, rows: Rows) -> Tensor:
+        if self.model.reduction == "mean":
+            return weight
+        return weight * self._pick(rows.size).unsqueeze(-1)
+
+    def _group_weight(self, batch: Batch, place: Tensor | None, rows: Rows) -> Tensor:
+        if self.model.reduction == "mean":
+            return batch.weight
+        size = self._pick(rows.size)
+        return batch.weight * (size if place is None else size[place]).unsqueeze(-1)

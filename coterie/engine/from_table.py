@@ -1,0 +1,115 @@
+"""Read a table with a client column into the parts of a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie import models
+from coterie.data import bundled, tables
+from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.data.split import split_rows
+from coterie.data.table_source import TableSource
+from coterie.engine.build import Parts, encode_clusters, from_rows
+from coterie.models.base import Model
+
+SPLIT = (0.6, 0.2, 0.2)
+
+
+def from_table(
+    source: Any,
+    client: str,
+    target: str,
+    cluster: str | None = None,
+    model: Model | None = None,
+    task: str | None = None,
+    drop: Sequence[str] = (),
+    split: Sequence[float] = SPLIT,
+    seed: int = 0,
+    device: str | None = None,
+    loop: bool = False,
+    l2: float | None = None,
+) -> Parts:
+    """Make one client of each value of the client column.
+
+    Encoding and standardisation are fitted on the training rows of all clients.
+
+    Parameters
+    ----------
+    source
+        A path to CSV or Parquet, a data frame, a dict of columns, or the name of a bundled table.
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    cluster
+        Name of the cluster column, if clusters are known.
+    model
+        The model to train; by default linear, logistic or softmax regression, by the kind of target.
+    task
+        "regression" or "classification"; by default inferred from the target.
+    drop
+        Names of columns to leave out.
+    split
+        Shares of train, validation and test.
+    seed
+        Seed of every draw.
+    device
+        Where to compute, by default the CPU.
+    loop
+        Compute clients one by one instead of stacked.
+    l2
+        Ridge penalty of the default model on all its weights, without an intercept, which makes it strongly convex. By
+        default it has an intercept and a penalty of 0.001.
+
+    Returns
+    -------
+    Parts
+        Arguments of `Federation`.
+    """
+    source = bundled.resolve(source)
+    frame = tables.read(source)
+    name = str(source) if isinstance(source, str | Path) else "the table"
+    spec = tables.check(frame, client, target, cluster=cluster, drop=drop, task=task, source=name)
+    frame, names, counts = tables.by_client(frame, client)
+    sizes = torch.tensor(counts)
+    fractions = (float(split[0]), float(split[1]), float(split[2]))
+    training = split_rows(sizes, fractions, seed).train.order
+    preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame[training.numpy()], spec))
+    clusters, cluster_names = None, None
+    if cluster is not None:
+        first_rows = (sizes.cumsum(0) - sizes).numpy()
+        clusters, cluster_names = encode_clusters(frame[cluster][first_rows].to_list())
+    options = {
+        "source": bundled.recorded(source) if isinstance(source, str | Path) else "",
+        "client": client,
+        "target": target,
+        "cluster": cluster,
+        "task": task,
+        "drop": list(drop),
+        "split": list(fractions),
+    }
+    return from_rows(
+        preprocessor.encode(frame),
+        preprocessor.encode_target(frame),
+        sizes,
+        model=default_model(spec.task, l2) if model is None else model,
+        names=names,
+        clusters=clusters,
+        cluster_names=cluster_names,
+        split=fractions,
+        seed=seed,
+        dtype=torch.float64,
+        device=device,
+        loop=loop,
+        table=TableSource(options, preprocessor, spec.warnings),
+    )
+
+
+def default_model(task: str, l2: float | None = None) -> Model:
+    """Return the model for a table: linear in the features, with an intercept and slight ridge unless `l2` is given."""
+    make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
+    return make(l2=1e-3, intercept=True) if l2 is None else make(l2=l2)

@@ -1,0 +1,1 @@
+"""Scripts of the papers' experiments, and the engine that runs them (`coterie reproduce`)."""

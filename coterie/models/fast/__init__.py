@@ -1,0 +1,131 @@
+"""Fast paths: faster ways to compute the same numbers, in one table, with the function that chooses among them.
+
+A *fast path* computes what the plain code computes, for the models, rows and devices it supports. Callers ask `find`
+for an operation and run the plain code when it returns None. To add a path, write one file here and add one line to
+`PATHS`.
+
+The environment variable `COTERIE_FAST` chooses among them: `none` switches all of them off, and a list of names with
+commas leaves only those on.
+
+| operation | asked by | arguments of `supports` and `run` |
+|---|---|---|
+| sgd | `client.sgd` | an `SgdJob`: local SGD of a stack of clients |
+| client sgd | parallel-clients | model, w [d], minibatches, lr, prox, anchor: local SGD of one client |
+| gradient | `Network.grad` | model, w [k, d], x, y, weight: gradients of a stack of clients |
+| client gradient | `Network.grad` | model, w [d], x, y, weight: the gradient of one client |
+| statistics | `client.full_grad`, `loss`, `solve` | model, rows: sums over rows that replace the rows |
+| group norm | blocks of `resnet9` | images, channels, groups, pool: norm, rectifier and pool at once |
+| descent | `client.descent` | statistics, step sizes: many full-batch steps at once |
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from coterie._core.errors import SettingError, nearest
+from coterie.models.fast import (
+    batched_layers,
+    cuda_graphs,
+    dual_sgd,
+    group_norm,
+    manual_backprop,
+    mlp_kernel,
+    parallel_clients,
+    quadratic_descent,
+    row_statistics,
+    vmap,
+)
+
+VARIABLE = "COTERIE_FAST"
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """Faster way to compute one operation.
+
+    `supports` says whether `run` can compute the given arguments and is expected to be faster. Gradient paths of one
+    `family` are alternatives of which the first that fits is taken; families are measured against each other.
+    `in_parts(model, rows)` says whether one stack of clients is computed by several threads, `unlocked(model, rows)`
+    whether they compute without Python's lock. The first call of a path that `prepares` is not timed.
+    """
+
+    name: str
+    operation: str
+    supports: Callable[..., bool]
+    run: Callable[..., Any]
+    family: str = ""
+    in_parts: Callable[..., bool] = _never
+    unlocked: Callable[..., bool] = _never
+    prepares: bool = False
+
+    @property
+    def summary(self) -> str:
+        """What the path does: the first sentence of its file."""
+        text = sys.modules[self.supports.__module__].__doc__ or ""
+        return text.partition("\n")[0].removeprefix("Fast path: ").rstrip(".")
+
+
+PATHS = (
+    FastPath(
+        "dual-sgd",
+        "sgd",
+        dual_sgd.supports,
+        dual_sgd.run,
+        in_parts=dual_sgd.in_parts,
+        unlocked=dual_sgd.compiles,
+    ),
+    FastPath("parallel-clients", "sgd", parallel_clients.supports, parallel_clients.run),
+    FastPath("manual-backprop", "client sgd", manual_backprop.supports_sgd, manual_backprop.sgd),
+    FastPath("manual-backprop", "client gradient", manual_backprop.supports, manual_backprop.gradient),
+    FastPath("mlp-kernel", "gradient", mlp_kernel.supports, mlp_kernel.run, family="stacked", prepares=True),
+    FastPath("batched-layers", "gradient", batched_layers.supports, batched_layers.run, family="stacked"),
+    FastPath("vmap", "gradient", vmap.supports, vmap.run, family="stacked"),
+    FastPath("cuda-graphs", "gradient", cuda_graphs.supports, cuda_graphs.run, family="captured"),
+    FastPath("group-norm", "group norm", group_norm.takes, group_norm.normalised),
+    FastPath("row-statistics", "statistics", row_statistics.supports, row_statistics.run),
+    FastPath("quadratic-descent", "descent", quadratic_descent.supports, quadratic_descent.run),
+)
+
+
+def chosen() -> str | None:
+    """Return the value of `COTERIE_FAST`."""
+    return os.environ.get(VARIABLE)
+
+
+def explain(name: str) -> str:
+    """Return what a fast path, or plain code that is counted beside them, computes."""
+    plain = {
+        "plain steps": "local SGD, one gradient for each step",
+        "loop": "gradients of one client after the other",
+    }
+    return plain.get(name) or next((path.summary for path in PATHS if path.name == name), name)
+
+
+def find(operation: str, *arguments: Any) -> FastPath | None:
+    """Return the first enabled path that supports an operation on these arguments, or None for the plain code."""
+    return next((path for path in enabled(operation) if path.supports(*arguments)), None)
+
+
+def enabled(operation: str) -> tuple[FastPath, ...]:
+    """Return the paths of an operation that `COTERIE_FAST` leaves on, in the order in which they are tried."""
+    return _enabled(operation, chosen())
+
+
+@functools.lru_cache(maxsize=64)
+def _enabled(operation: str, chosen: str | None) -> tuple[FastPath, ...]:
+    names = {path.name for path in PATHS}
+    wanted = names if chosen is None else {name.strip() for name in chosen.split(",")} - {"", "none"}
+    unknown = wanted - names
+    if unknown:
+        name = min(unknown)
+        raise SettingError(f"{VARIABLE}={chosen}: there is no fast path {name!r}.{nearest(name, names)}")
+    return tuple(path for path in PATHS if path.operation == operation and path.name in wanted)

@@ -1,0 +1,42 @@
+"""Sums of metrics over the rows of one split, for a stack of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from coterie._core import broadcast
+from coterie.models.metrics.metric import Metric
+
+if TYPE_CHECKING:
+    from coterie.data.rows import Rows
+    from coterie.models.base import Model
+
+
+def client_sums(
+    model: Model, w: Tensor, rows: Rows, at: Tensor | None, metrics: Sequence[Metric]
+) -> dict[str, Tensor]:
+    """Return the sums [..., k] of each metric by its name, and the number of rows [..., 1] as "rows".
+
+    A client without rows in this split has zeros.
+    """
+    lead = w.shape[:-1]
+    size = (rows.size if at is None else rows.size[at]).expand(lead)
+    result: dict[str, Tensor] = {}
+    for place, batch in rows.full(at) if rows.largest > 0 else ():
+        part = w if place is None else broadcast.index(w, place)
+        for name, value in model.measure(part, batch.x, batch.y, batch.weight, metrics).items():
+            if place is None:
+                result[name] = value
+                continue
+            if name not in result:
+                result[name] = value.new_zeros(*lead, value.shape[-1])
+            result[name][place] = value
+    if not result:
+        for metric in metrics:
+            nothing = metric.no_rows(model.task, model.outputs or 1, w.dtype).to(w.device)
+            result[metric.name] = nothing.expand(*lead, -1).clone()
+    result["rows"] = size.unsqueeze(-1).to(w.dtype)
+    return result

@@ -1,0 +1,252 @@
+"""Sentences of the report, for a reader who has never heard of federated learning."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import numpy as np
+
+from coterie.models.metrics import find
+from coterie.report.facts import RunFacts
+from coterie.report.gains import BETTER, WORSE, MeanGain, Scores, mean_gain
+from coterie.report.numbers import count, listed, show, show_gain, size
+
+GLOSSARY = (
+    ("client", "somebody whose data stay where they are: a hospital, a shop, a phone"),
+    ("row", "one example: one patient, one sale, one sentence"),
+    (
+        "test rows",
+        "rows of a client that were set aside before training and used once, at the end; they show how well the model "
+        "does on data it has not seen",
+    ),
+    (
+        "validation rows",
+        "rows set aside to choose between settings and rounds, so that test rows need not be touched",
+    ),
+    (
+        "training alone",
+        "every client learns from its own rows only and nothing is sent; the other methods are compared with it",
+    ),
+    ("federated learning", "clients learn together by exchanging parameters of their models, never rows"),
+    ("personalized", "every client ends up with a model of its own instead of one model for all"),
+    ("round", "one exchange: models go out, clients work on their rows, results come back"),
+    (
+        "95 % interval",
+        "the range in which the true value plausibly lies; with few rows it is wide. For the gain of one client the "
+        "two models are treated as if they had been scored on different rows, which is cautious",
+    ),
+)
+
+
+def headline(main: RunFacts, alone: RunFacts | None, gain: MeanGain | None) -> str:
+    """Return the verdict in a few words."""
+    if main.alone:
+        return "Every client trained alone"
+    if alone is None or gain is None:
+        return "Trained together; not yet compared with training alone"
+    if gain.low is not None and gain.low > 0:
+        return "Training together helped"
+    if gain.high is not None and gain.high < 0:
+        return "Training together did harm"
+    return "No clear difference between training together and alone"
+
+
+def sentences(
+    runs: Sequence[RunFacts], all_scores: Sequence[Scores], main: RunFacts, alone: RunFacts | None
+) -> list[str]:
+    """Return the sentences at the top of the page."""
+    scores = all_scores[list(runs).index(main)]
+    return [
+        _setting(main),
+        _quality(main),
+        *_gain(main, scores, alone),
+        *_clients(main, scores),
+        _price(main),
+        *_trouble(main),
+        *_others(runs, main),
+    ]
+
+
+def _setting(run: RunFacts) -> str:
+    """Say who learned what, and by which method."""
+    n = len(run.names)
+    rows = run.rows("train")
+    held = "" if rows is None else f" with {rows.sum():,} training rows between them"
+    target = f" to predict “{run.data['target']}”" if "target" in run.data else ""
+    chosen = ", which auto chose" if run.label.startswith("auto") else ""
+    if run.alone:
+        return f"{count(n, 'client')}{held} each learned{target} from their own rows only; nothing was sent."
+    return (
+        f"{count(n, 'client')}{held} learned{target} together by the method “{run.algorithm}”{chosen}. "
+        "No row left its client: only model parameters were exchanged."
+    )
+
+
+def _quality(run: RunFacts) -> str:
+    """Say how well the models do on average and for the client served worst."""
+    known = [(value, name) for value, name in zip(run.scores, run.names, strict=True) if not np.isnan(value)]
+    values = [value for value, _ in known]
+    metric = find(run.metric)
+    if not known:
+        return f"{metric.title} is not known for any client ({metric.undefined or 'no finite values'})."
+    mean = show(run.metric, float(np.mean(values)))
+    worst = min(known) if metric.higher_is_better else max(known)
+    seen = {
+        "test": "On rows that nobody had trained on",
+        "validation": "On validation rows (there are no test rows)",
+        "train": "On the training rows themselves (there are no others, so this is optimistic)",
+    }[run.split]
+    seeds = f", averaged over {run.seeds} random splits" if run.seeds > 1 else ""
+    if run.metric == "accuracy":
+        text = f"{seen}{seeds}, a client's model gives the right answer {mean} of the time on average"
+    elif run.metric == "perplexity":
+        text = (
+            f"{seen}{seeds}, a client's model is as unsure about the next piece of text as if it had to choose "
+            f"among {mean} equally likely ones (its perplexity)"
+        )
+    elif run.metric == "rmse":
+        text = f"{seen}{seeds}, a client's model is typically off by {mean} ({run.metric}, in the target's units)"
+    else:
+        units = ", in the target's units" if metric.scales_with_target else ""
+        text = (
+            f"{seen}{seeds}, the {metric.title} of a client's model is {mean} on average "
+            f"({metric.direction}{units})"
+        )
+    if len(known) == 1:
+        return f"{text}."
+    return f"{text}; the client served worst is {worst[1]} with {show(run.metric, worst[0])}."
+
+
+def _gain(run: RunFacts, scores: Scores, alone: RunFacts | None) -> list[str]:
+    """Say who gained over training alone, and whether the mean gain is more than chance."""
+    if run.alone:
+        return []
+    gain = mean_gain(scores.gain)
+    if alone is None or gain is None:
+        return [missing_baseline(run)]
+    n = gain.improved + gain.harmed + gain.same
+    who = (
+        f"{gain.improved:,} of {count(n, 'client')} did better, {gain.harmed:,} worse, {gain.same:,} the same"
+    )
+    text = f"Compared with training alone, {who}."
+    if gain.low is None or gain.high is None:
+        return [f"{text} The gain is {show_gain(run.metric, gain.mean)}."]
+    low, high = show_gain(run.metric, gain.low, unit=False), show_gain(run.metric, gain.high)
+    sure = {
+        (True, False): "so the gain is more than chance",
+        (False, True): "so the loss is more than chance",
+    }.get((gain.low > 0, gain.high < 0), "so it may be chance")
+    text += f" The mean gain is {show_gain(run.metric, gain.mean)} (95 % interval {low} to {high}), {sure}."
+    if alone.rows_hash != run.rows_hash:
+        text += " The run that trained alone used another split of the rows: single clients are compared less exactly."
+    return [text]
+
+
+def missing_baseline(run: RunFacts) -> str:
+    """Say how to train the baseline from which gains are computed."""
+    how = repeat_command(run, alone=True) or "coterie.fit(fed, 'local', out=FOLDER)"
+    return (
+        "It is not known yet whether collaborating paid off: no run trained alone on the same rows. Train one and "
+        f"report both: {how}, then coterie report {run.folder.name} FOLDER."
+    )
+
+
+def _clients(run: RunFacts, scores: Scores) -> list[str]:
+    """Name the clients that are clearly better off together, and those clearly better off alone."""
+    verdicts = scores.verdicts
+    texts = []
+    for kind, what in ((BETTER, "clearly better off together"), (WORSE, "clearly better off alone")):
+        names = [name for name, found in zip(run.names, verdicts, strict=True) if found == kind]
+        if names:
+            texts.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {what}.")
+    return texts
+
+
+def _price(run: RunFacts) -> str:
+    """Say what the run cost in rounds, time and traffic."""
+    traffic = run.megabytes_at(run.deployed_round)
+    rounds = count(run.deployed_round, "round")
+    if run.alone or traffic == 0:
+        return f"It took {rounds} and {_seconds(run)}; nothing crossed the network."
+    each = traffic / max(1, len(run.names))
+    moved = f"{size(traffic)} over the network ({size(each)} per client)"
+    return f"It took {rounds} and {_seconds(run)}, and moved {moved}."
+
+
+def _trouble(run: RunFacts) -> list[str]:
+    """Report replies that could not be used, and rounds in which no client replied."""
+    texts = []
+    left_out, lost = len(run.result["left_out"]), int(run.result["lost_rounds"])
+    if left_out:
+        texts.append(
+            f"{count(left_out, 'reply', 'replies')} of clients could not be used because they were not finite numbers; "
+            "a smaller step size may help."
+        )
+    if lost:
+        texts.append(
+            f"{count(lost, 'round')} of {run.result['rounds']:,} were lost because no client replied."
+        )
+    return texts
+
+
+def _seconds(run: RunFacts) -> str:
+    """Format the duration of the run."""
+    seconds = float(run.result["seconds"])
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"
+
+
+def _others(runs: Sequence[RunFacts], main: RunFacts) -> list[str]:
+    """Say whether another run on the page has a better mean."""
+    if len(runs) < 2:
+        return []
+    sign = find(main.metric).sign
+    means = {run.label: float(np.nanmean(run.scores)) for run in runs}
+    best = max(means, key=lambda label: sign * means[label])
+    others = [run.label for run in runs if run is not main]
+    if best == main.label:
+        return [f"No other run on this page ({listed(others)}) has a better mean."]
+    return [
+        f"Of the runs on this page {best} has the best mean, {show(main.metric, means[best])}. Do not choose a method "
+        "by test rows, though: choose by validation rows."
+    ]
+
+
+def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
+    """Return the command that repeats this run, or trains alone on its rows; None if they came from no table."""
+    data = run.data
+    if not data.get("source"):
+        return None
+    plan, federation = run.config["plan"], run.config["federation"]
+    parts = [
+        "coterie fit",
+        _quoted(data["source"]),
+        "--client",
+        _quoted(data["client"]),
+        "--target",
+        _quoted(data["target"]),
+    ]
+    for name in ("cluster", "task"):
+        if data.get(name):
+            parts += [f"--{name}", _quoted(data[name])]
+    for column in data.get("drop", []):
+        parts += ["--drop", _quoted(column)]
+    parts += ["--rounds", str(plan["rounds"]), "--seed", str(federation["seed"])]
+    if plan["select"] != "last":
+        parts += ["--select", plan["select"]]
+    if "metric" in plan:
+        parts += ["--metric", _quoted(plan["metric"])]
+    if federation.get("dropout"):
+        parts += ["--dropout", str(federation["dropout"])]
+    parts += ["--algorithm", "local" if alone else run.algorithm]
+    for name, value in ({} if alone else run.settings).items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        parts += ["--set", _quoted(f"{name}={text}")]
+    return " ".join([*parts, "--out", "FOLDER"])
+
+
+def _quoted(value: object) -> str:
+    """Quote a value for the shell."""
+    return shlex.quote(str(value))

@@ -1,0 +1,1 @@
+"""Everything that chooses: compare, tune, auto, advise and plan."""

@@ -1,0 +1,273 @@
+"""`auto`: ask the advisor, let the sensible methods race on validation rows, say why. Test rows are not read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie._core import files
+from coterie._core.errors import CoterieError, DataError, SettingError
+from coterie.algorithms import Algorithm, find
+from coterie.algorithms.hierarchical import LARGEST, Hierarchical
+from coterie.engine.federation import Federation
+from coterie.models.glm import Glm
+from coterie.models.metrics import Metric, resolve
+from coterie.select.advice import Advice, algorithm
+from coterie.select.advise import advise
+from coterie.select.auto_explain import reasons
+from coterie.select.auto_race import Entrant, Race, Watch, cost, every
+from coterie.select.grid import candidates
+from coterie.train.folder import RunFolder
+from coterie.train.run import Run, metric_plan
+from coterie.train.save import save_run
+
+EFFORT = 24.0  # rounds of the whole race, in units of the rounds of one run
+HEATS_SHARE = 0.5  # of the effort; the rest is for the check of the finalists
+PILOTS = ("local", "fedavg")  # the methods that step sizes are settled with
+STEPS_SHARE = 5  # each of them gets one place in so many
+CROWD = 6  # clients from which groups among them are worth looking for
+PAIRS_ELEMENTS = 1 << 24  # largest clients x parameters for which pairs are compared
+
+
+@dataclass
+class Choice:
+    """Result of `choose`.
+
+    Attributes
+    ----------
+    run
+        The run that won.
+    sure
+        Whether its gain over training alone is more than chance between clients.
+    why
+        The reasons, as sentences.
+    rows
+        Every entrant of the race with its settings, rounds and validation score.
+    advice
+        What the advisor said first; None where it has nothing to say about the model.
+    """
+
+    run: Run
+    sure: bool
+    why: list[str]
+    rows: list[dict[str, Any]] = field(repr=False)
+    advice: Advice | None = field(default=None, repr=False)
+
+    def text(self) -> str:
+        """Return the reasons as text."""
+        return "\n".join(self.why)
+
+    def json(self) -> dict[str, Any]:
+        """Return what choice.json holds."""
+        return {
+            "method": self.run.algorithm.name,
+            "settings": self.run.algorithm.settings(),
+            "sure": self.sure,
+            "why": self.why,
+            "race": self.rows,
+            "advice": None if self.advice is None else self.advice.json(),
+        }
+
+
+@dataclass
+class ChosenRun(Run):
+    """A run whose method `auto` chose; `choice` says why."""
+
+    choice: Choice | None = field(default=None, repr=False)
+
+
+def choose(
+    fed: Federation,
+    rounds: int = 100,
+    *,
+    methods: Sequence[str] | None = None,
+    effort: float = EFFORT,
+    budget_mb: float | None = None,
+    watch: Watch | None = None,
+    metric: str | Metric | None = None,
+) -> Choice:
+    """Choose the method and settings with the lowest loss on rows held out, by a race under a stated budget.
+
+    Parameters
+    ----------
+    fed
+        Federation with validation rows. Test rows are not read.
+    rounds
+        Rounds of a run.
+    methods
+        Names of the methods that race; those that suit the federation if not given.
+    effort
+        Rounds that the race spends at most, in units of `rounds`.
+    budget_mb
+        Megabytes after which the race is cut short; no limit if not given.
+    watch
+        Called with what is being done, rounds done and rounds in all.
+    metric
+        Metric that decides instead of the loss, such as 'auc'.
+
+    Returns
+    -------
+    Choice
+        The run that won, and why.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie import Federation, models
+    >>> xs = [torch.randn(30, 2) for _ in range(3)]
+    >>> fed = Federation.from_arrays(xs, [x.sum(1) for x in xs], models.linear(), split=(0.6, 0.2, 0.2))
+    >>> choice = choose(fed, rounds=9, methods=["fedavg"], metric="mae")
+    >>> choice.run.algorithm.name in ("local", "fedavg")
+    True
+    """
+    if rounds < 1 or effort < 1:
+        raise SettingError(f"rounds and effort must be at least 1 (got {rounds}, {effort})")
+    if not fed.has_rows("validation"):
+        raise DataError("auto chooses on validation rows; build the federation with split=(0.6, 0.2, 0.2)")
+    advice = _advice(fed)
+    race = Race(fed, rounds, effort * rounds, budget_mb, watch, metric)
+    field_ = Field.of(fed, methods, advice, effort, rounds)
+    winner = race.run(field_.first, field_.more)
+    assert winner.running is not None
+    why, sure = reasons(race, winner, advice)
+    return Choice(winner.running.finish(), sure, why, race.rows(winner), advice)
+
+
+def fit_chosen(
+    fed: Federation,
+    rounds: int,
+    out: str | Path | None = None,
+    *,
+    score_test: bool = True,
+    watch: Callable[[int, int], None] | None = None,
+    metrics: Sequence[str | Metric] = (),
+    **options: Any,
+) -> ChosenRun:
+    """Return the run that won the race, saved like any other where `out` is given, with choice.json beside it.
+
+    `metrics` are recorded for the winner's test rows; `options` are those of `choose`.
+    """
+    further = [resolve(metric, fed.model.task) for metric in metrics]
+    if out is not None:
+        RunFolder.require_free(Path(out))
+    report = None if watch is None else (lambda what, done, total: watch(done, total))
+    choice = choose(fed, rounds, watch=report, **options)
+    run = choice.run
+    run.further = tuple(dict.fromkeys([*run.further, *further]))
+    if score_test and fed.has_rows("test"):
+        run.score_test()
+    if out is not None:
+        save(choice, Path(out))
+    return ChosenRun(**vars(run), choice=choice)
+
+
+def save(choice: Choice, out: Path) -> None:
+    """Write the winner's run folder, and why it won."""
+    run = choice.run
+    plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
+    plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
+    folder = RunFolder.create(out, run.fed, run.algorithm, plan)
+    save_run(folder, run)
+    run.folder = folder.path
+    files.write_json(out / "choice.json", choice.json())
+
+
+def _advice(fed: Federation) -> Advice | None:
+    """Return the advisor's answer, or None where it has nothing to say about this model."""
+    try:
+        return advise(fed)
+    except CoterieError:
+        return None
+
+
+@dataclass(frozen=True)
+class Field:
+    """Entrants in two parts: step sizes first, then everything else at step sizes that proved good.
+
+    A step size suits the loss and the rows rather than the method: it is settled with the two simplest methods, so that
+    no other setting of the others is judged at steps that cannot work.
+    """
+
+    first: list[Algorithm]
+    others: list[str]
+    advised: list[Algorithm]
+    places: int
+
+    @classmethod
+    def of(
+        cls, fed: Federation, methods: Sequence[str] | None, advice: Advice | None, effort: float, rounds: int
+    ) -> Field:
+        """Return who takes part: the methods named, or those that suit the federation and the advice."""
+        names = list(methods) if methods is not None else _sensible(fed)
+        known = [] if methods is not None else _estimated(fed)
+        advised = [] if methods is not None or advice is None else _advised(fed, advice)
+        kinds, places = len({"local", *names, *(algorithm.name for algorithm in [*known, *advised])}), 2
+        while cost(places + 1, kinds, rounds) <= HEATS_SHARE * effort * rounds:
+            places += 1
+        others = [name for name in names if name not in PILOTS]
+        alone = [algorithm for algorithm in advised if algorithm.name in PILOTS]
+        first = [find("local")(), *alone[:1], *known, *alone[1:]]
+        tried = [candidates(find(name)(), max(1, places // STEPS_SHARE)) for name in PILOTS if name in names]
+        _add(first, *tried)
+        first = first[: max(1, places // 2, places - len(others))]
+        return cls(first, others, [algorithm for algorithm in advised if algorithm not in alone], places)
+
+    def more(self, left: list[Entrant]) -> list[Algorithm]:
+        """Return the others, at the step sizes at which the two simplest methods did best, and at a third of them."""
+        best: dict[str, Algorithm] = {}
+        for entrant in sorted(left, key=lambda entrant: entrant.cost):
+            if hasattr(entrant.algorithm, "lr") and not getattr(entrant.algorithm, "exact", False):
+                best.setdefault(entrant.algorithm.name, entrant.algorithm)
+        pilots = [best[name] for name in reversed(PILOTS) if name in best]
+        steps = [step for pilot in pilots for step in (pilot.lr, pilot.lr / 3)]  # type: ignore[attr-defined]
+        chosen = [algorithm.replace(lr=steps[0]) if steps else algorithm for algorithm in self.advised]
+        _add(chosen, *(candidates(find(name)(), self.places, {"lr": steps}) for name in self.others))
+        return chosen[: max(0, self.places - len(self.first))]
+
+
+def _add(chosen: list[Algorithm], *lists: list[Algorithm]) -> None:
+    """Append the algorithms of every list in turn, each once."""
+    for turn in itertools.zip_longest(*lists):
+        chosen += [algorithm for algorithm in turn if algorithm is not None and algorithm not in chosen]
+
+
+def _sensible(fed: Federation) -> list[str]:
+    names = ["local", "fedavg", "fine-tuned", "ditto", "rtfa"]
+    if fed.n >= CROWD:
+        names += ["ifca"]
+        if fed.n * fed.d <= PAIRS_ELEMENTS:
+            names += ["cobo"]
+    if fed.clusters is not None:
+        names += ["oracle"]
+    return names
+
+
+def _estimated(fed: Federation) -> list[Algorithm]:
+    """Return hierarchical models, whose pulls are estimated from the data, where clients can send second derivatives.
+
+    By restricted likelihood: the plain one takes few clients with many parameters for all alike.
+    """
+    model = Hierarchical(grouping="one", choose="reml")
+    if not model.newton(fed):
+        return []
+    known = [] if fed.clusters is None else [Hierarchical(choose="reml")]
+    intercept = [model.replace(effects="intercept")] if getattr(fed.model, "intercept", False) else []
+    return [*known, model, *intercept]
+
+
+def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:
+    """Return the methods of the survey at the penalties it found, where an exact form exists (for rtfa: is cheap)."""
+    if not isinstance(fed.model, Glm):
+        return [advice.algorithm(fed)]
+    found = [algorithm("fedavg", None, fed), algorithm("ftfa", None, fed)]
+    for factor in (1.0, 0.3, 3.0):
+        for method, lams in (("rtfa", advice.lam_shared), ("ridge-local", advice.lam_alone)):
+            usable = lams[torch.isfinite(lams) & (lams > 0)]
+            if len(usable) and (method != "rtfa" or fed.d <= LARGEST):
+                found.append(algorithm(method, factor * float(usable.median()), fed))
+    return found

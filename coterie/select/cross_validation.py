@@ -1,0 +1,79 @@
+"""Further splits of the rows that are not test rows: every training row is held out once, as in cross-validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coterie._core import randomness
+from coterie.data.rows import Rows
+from coterie.engine.federation import Federation
+
+
+def can_fold(fed: Federation) -> bool:
+    """Return True if the rows are in this process; rows on other machines stay split as they are."""
+    return fed.runtime.capabilities.rows_visible
+
+
+def folds(fed: Federation, count: int) -> Iterator[Federation]:
+    """Yield the federation `count` times, each time with another part of the training rows held out for validation.
+
+    The validation rows of `fed` are trained on instead. There are no test rows, and every client keeps a row to
+    train on. Features stay encoded as they are.
+    """
+    train, held = fed.runtime.rows("train"), fed.runtime.rows("validation")
+    part = _parts(train, held, fed.seed, count)
+    for k in range(count):
+        yield _with_rows(fed, *_exchanged(train, held, part == k))
+
+
+def _parts(train: Rows, held: Rows, seed: int, count: int) -> Tensor:
+    """Return the fold in which each training row is held out, by a hash; -1 for the only row of a client."""
+    client = torch.repeat_interleave(train.size)
+    position = torch.arange(len(client), device=client.device)
+    keys = randomness.key(seed, "fold", client, position - train.start[client])
+    by_key = torch.argsort(keys, stable=True)
+    rank = torch.empty_like(position)
+    rank[by_key[torch.argsort(client[by_key], stable=True)]] = position - train.start[client]
+    part = rank * count // train.size.clamp_min(count)[client]
+    return torch.where((train.size + held.size > 1)[client], part, -1)
+
+
+def _exchanged(train: Rows, held: Rows, out: Tensor) -> tuple[Rows, Rows]:
+    """Return the rows with training rows that are `out` and validation rows exchanged."""
+    client = torch.cat([torch.repeat_interleave(train.size), torch.repeat_interleave(held.size)])
+    by_client = torch.argsort(client, stable=True)
+    x, y = torch.cat([train.x, held.x])[by_client], torch.cat([train.y, held.y])[by_client]
+    out = torch.cat([out, torch.zeros(len(held.y), dtype=torch.bool, device=out.device)])[by_client]
+    client = client[by_client]
+
+    def rows(chosen: Tensor) -> Rows:
+        size = torch.bincount(client[chosen], minlength=len(train)).to(train.size)
+        return Rows(x[chosen], y[chosen], size.cumsum(0) - size, size)
+
+    return replace(rows(~out), augment=train.augment), rows(out)
+
+
+def _with_rows(fed: Federation, train: Rows, held: Rows) -> Federation:
+    none = held.subset(torch.zeros(0, dtype=torch.long))
+    nobody = replace(none, start=torch.zeros_like(held.start), size=torch.zeros_like(held.size))
+    splits = {"train": train, "validation": held, "test": nobody}
+    fresh = fed.fresh()
+    return Federation(
+        fed.runtime.with_rows(splits, fed.clusters),
+        model=fed.model,
+        names=fed.names,
+        rows={name: rows.size for name, rows in splits.items()},
+        clusters=fed.clusters,
+        cluster_names=fed.cluster_names,
+        seed=fed.seed,
+        dtype=fed.dtype,
+        device=fed.device,
+        dropout=fed.dropout,
+        table=fed.table,
+        truth=fed.truth,
+        byzantine=fresh.byzantine,
+    )

@@ -1,0 +1,67 @@
+"""`coterie.fit`: train one method, or let `auto` choose it first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from coterie._core.errors import SettingError
+from coterie.algorithms import Algorithm
+from coterie.engine.federation import Federation
+from coterie.models.metrics import Metric
+from coterie.select.auto import fit_chosen
+from coterie.train import fit as training
+from coterie.train.fit import Watch
+from coterie.train.run import Run
+from coterie.train.track import Tracker
+
+
+def fit(
+    fed: Federation,
+    algorithm: Algorithm | str,
+    rounds: int = 100,
+    out: str | Path | None = None,
+    *,
+    evaluate_every: int | None = None,
+    select: str = "last",
+    score_test: bool = True,
+    checkpoint_every: int | None = None,
+    watch: Watch | None = None,
+    track: str | Tracker | None = None,
+    state_memory: float | None = None,
+    metric: str | Metric | None = None,
+    metrics: Sequence[str | Metric] = (),
+) -> Run:
+    """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
+
+    `out` makes a run folder that `resume` can go on from. `evaluate_every` rounds the validation rows (the
+    training rows if there are none) are scored, by default about twenty times; 0 scores only the end. Test
+    rows are scored once, at the end, or not at all (`score_test`). `select="best"` deploys the models of the
+    scored round with the lowest mean validation loss instead of the last ones. "auto" races the sensible methods
+    on validation rows (`coterie.choose`); it scores at its own rounds, always deploys the best one and writes no
+    checkpoints, so `evaluate_every`, `select` and `checkpoint_every` do not apply. `track` is "tensorboard",
+    "mlflow" or a tracker of your own. What clients keep stays in memory up to `state_memory` MB (None: all of it) and
+    beyond that in a temporary file. `metric` (a name such as "auc", or a `coterie.metrics.Metric`) is what "auto" and
+    `select="best"` go by instead of the loss, and what reports show; `metrics` are recorded beside it.
+    """
+    if algorithm == "auto":
+        if track is not None:
+            raise SettingError("a race has many runs; fit the method it chose with track= instead")
+        return fit_chosen(
+            fed, rounds, out, score_test=score_test, watch=watch, metric=metric, metrics=metrics
+        )
+    return training.fit(
+        fed,
+        algorithm,
+        rounds,
+        out,
+        evaluate_every=evaluate_every,
+        select=select,
+        score_test=score_test,
+        checkpoint_every=checkpoint_every,
+        watch=watch,
+        track=track,
+        state_memory=state_memory,
+        metric=metric,
+        metrics=metrics,
+    )

@@ -1,0 +1,66 @@
+"""Settings worth trying, derived from what an algorithm declares beside its hyperparameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from coterie.algorithms import Algorithm
+
+_PRIMES = (2, 3, 5, 7, 11, 13)
+
+
+def candidates(
+    algorithm: Algorithm, budget: int, instead: Mapping[str, Sequence[float]] | None = None
+) -> list[Algorithm]:
+    """Return settings spread evenly over the declared grid (Halton points), the same for every seed.
+
+    Parameters
+    ----------
+    algorithm
+        Method; its settings without a grid stay as they are.
+    budget
+        Number of settings at most.
+    instead
+        Other values for some of the settings that have a grid.
+
+    Returns
+    -------
+    list of Algorithm
+        Distinct settings of the method.
+
+    Examples
+    --------
+    >>> from coterie.algorithms import make
+    >>> [candidate.lr for candidate in candidates(make("fedavg"), 3)]
+    [0.001, 0.1, 0.01]
+    """
+    grids = {f.name: f.metadata["tune"] for f in dataclasses.fields(algorithm) if f.metadata.get("tune")}
+    own = {name: list(dict.fromkeys(values)) for name, values in (instead or {}).items()}
+    grids |= {name: values for name, values in own.items() if name in grids and values}
+    if not grids:
+        return [algorithm]
+    budget = min(budget, math.prod(len(values) for values in grids.values()))
+    chosen: list[Algorithm] = []
+    index = 0
+    while len(chosen) < budget:
+        settings = {
+            name: values[int(_halton(index, prime) * len(values))]
+            for (name, values), prime in zip(grids.items(), _PRIMES, strict=False)
+        }
+        candidate = algorithm.replace(**settings)
+        if candidate not in chosen:
+            chosen.append(candidate)
+        index += 1
+    return chosen
+
+
+def _halton(index: int, base: int) -> float:
+    """Return the digits of `index` in `base`, mirrored behind the point."""
+    value, scale = 0.0, 1.0
+    while index:
+        scale /= base
+        value += scale * (index % base)
+        index //= base
+    return value

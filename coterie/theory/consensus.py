@@ -1,0 +1,151 @@
+"""Steps of clients that pull each other by weights W: CoBo's arithmetic, without a federation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coterie.theory.collaboration import mixed, pulled
+
+
+def alignment(first: Tensor, second: Tensor, margin: float = 0.0, cosine: bool = False) -> Tensor:
+    """Return how well pairs of gradients agree: <g, h> - margin |g| |h|, divided by |g| |h| if `cosine`.
+
+    Parameters
+    ----------
+    first
+        Gradients g, [P, d].
+    second
+        Gradients h, [P, d].
+    margin
+        Cosine from which a pair agrees.
+    cosine
+        Divide by the lengths.
+
+    Returns
+    -------
+    Tensor
+        [P], float64.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.consensus import alignment
+    >>> g, h = torch.tensor([[3.0, 4.0]]), torch.tensor([[4.0, 3.0]])
+    >>> alignment(g, h).item(), round(alignment(g, h, margin=0.5, cosine=True).item(), 2)
+    (24.0, 0.46)
+    """
+    product: Tensor = torch.linalg.vecdot(first, second).double()
+    if not cosine and not margin:
+        return product
+    size = (torch.linalg.vector_norm(first, dim=-1) * torch.linalg.vector_norm(second, dim=-1)).double()
+    product = product - margin * size
+    return product / size.clamp(min=torch.finfo(first.dtype).tiny) if cosine else product
+
+
+def recent_links(weights: Tensor, seen: Tensor, t: int, patience: int) -> Tensor:
+    """Return W with zeros where client i is absent in round t, or client j has been for too long.
+
+    Parameters
+    ----------
+    weights
+        W, [n, n].
+    seen
+        Last round in which each client answered, [n]; 0 if it never did.
+    t
+        This round.
+    patience
+        Rounds for which the last model of an absent client counts.
+
+    Returns
+    -------
+    Tensor
+        [n, n].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.consensus import recent_links
+    >>> recent_links(torch.ones(3, 3), torch.tensor([9, 7, 2]), t=9, patience=3).tolist()
+    [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    near = (seen > 0) & (seen >= t - patience)
+    return weights * near * (seen == t).unsqueeze(1)
+
+
+def consensus_step(
+    models: Tensor,
+    grads: Tensor,
+    weights: Tensor,
+    degree: Tensor,
+    lr: float,
+    prox: Tensor | float,
+    implicit: bool = False,
+) -> Tensor:
+    """Take the step x_i - lr g_i - prox sum_k w_ik (x_i - x_k) of every client.
+
+    Parameters
+    ----------
+    models
+        Models x, [n, d].
+    grads
+        Gradients g, [n, d].
+    weights
+        W, [n, n].
+    degree
+        Sums of its rows without the diagonal, [n].
+    lr
+        Step size.
+    prox
+        Strength of the pull between clients, the step size included.
+    implicit
+        Take differences at the new models (backward Euler), which is stable for every `prox`.
+
+    Returns
+    -------
+    Tensor
+        New models, [n, d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.consensus import consensus_step
+    >>> models, grads = torch.tensor([[0.0], [4.0]]), torch.tensor([[1.0], [0.0]])
+    >>> weights, degree = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.ones(2)
+    >>> consensus_step(models, grads, weights, degree, lr=0.5, prox=0.25).tolist()
+    [[0.5], [3.0]]
+    """
+    if implicit:
+        return mixed(torch.linalg.inv(pulled(weights, degree, -prox)), models - lr * grads)
+    return mixed(pulled(weights, degree, prox), models, grads, lr)
+
+
+def start_newcomers(models: Tensor, weights: Tensor, joined: Tensor) -> Tensor:
+    """Move each client that has not joined to the mean of those that have, weighted by W.
+
+    Parameters
+    ----------
+    models
+        Models, [n, d].
+    weights
+        W, [n, n].
+    joined
+        True for clients that have answered at least once, [n].
+
+    Returns
+    -------
+    Tensor
+        [n, d]; a client without links to any that joined stays.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.consensus import start_newcomers
+    >>> models, weights = torch.tensor([[1.0], [3.0], [0.0]]), torch.ones(3, 3)
+    >>> start_newcomers(models, weights, torch.tensor([True, True, False])).tolist()
+    [[1.0], [3.0], [2.0]]
+    """
+    links = weights * joined
+    total = links.sum(-1, keepdim=True)
+    start = mixed(links / total.clamp(min=1e-300), models)
+    return torch.where(joined.unsqueeze(-1) | (total == 0), models, start)

@@ -1,0 +1,1 @@
+"""Training: fit, resume, run folders, checkpoints, predictions, exports and newcomers."""

@@ -1,0 +1,103 @@
+"""A client's model as TorchScript: columns by name in, predictions out, with preprocessing inside."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie._core import files
+
+if TYPE_CHECKING:
+    from coterie.train.exported_model import ExportedModel
+
+
+class FromColumns(nn.Module):
+    """Predicts from columns: numbers by name (NaN: missing) and texts by name ("": missing)."""
+
+    def __init__(self, one: ExportedModel, predict: Any) -> None:
+        super().__init__()
+        assert one.preprocessor is not None
+        preprocessor = one.preprocessor
+        self.predict = predict
+        self.number_columns = [scale.name for scale in preprocessor.scales]
+        self.means = [scale.mean for scale in preprocessor.scales]
+        self.sds = [scale.sd for scale in preprocessor.scales]
+        self.number_gaps = [scale.missing for scale in preprocessor.scales]
+        self.text_columns = [choice.name for choice in preprocessor.choices]
+        self.widths = [len(choice.levels) + choice.missing for choice in preprocessor.choices]
+        self.levels = [
+            {
+                **{level: k for k, level in enumerate(choice.levels)},
+                "": len(choice.levels) if choice.missing else -1,
+            }
+            for choice in preprocessor.choices
+        ]
+        regression = one.task == "regression"
+        self.target_mean = preprocessor.target_mean if regression else 0.0
+        self.target_sd = preprocessor.target_sd if regression else 1.0
+
+    def forward(self, numbers: dict[str, Tensor], texts: dict[str, list[str]]) -> Tensor:
+        """Return predictions for the rows of these columns."""
+        parts: list[Tensor] = []
+        for k, name in enumerate(self.number_columns):
+            values = numbers[name].to(torch.float64).reshape(-1, 1)
+            gap = torch.isnan(values)
+            if self.sds[k] != 0.0:
+                parts.append(
+                    torch.where(gap, torch.zeros_like(values), (values - self.means[k]) / self.sds[k])
+                )
+            if self.number_gaps[k]:
+                parts.append(gap.to(torch.float64))
+        for k, name in enumerate(self.text_columns):
+            column = texts[name]
+            spread = torch.zeros(len(column), self.widths[k], dtype=torch.float64)
+            for row, text in enumerate(column):
+                at = self.levels[k].get(text, -1)
+                if at >= 0:
+                    spread[row, at] = 1.0
+            parts.append(spread)
+        predicted: Tensor = self.predict(torch.cat(parts, 1))
+        return predicted * self.target_sd + self.target_mean
+
+
+class FromFeatures(nn.Module):
+    """Predicts from features as the model was trained on."""
+
+    def __init__(self, predict: Any) -> None:
+        super().__init__()
+        self.predict = predict
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return predictions for features [rows, ...]."""
+        predicted: Tensor = self.predict(x)
+        return predicted
+
+
+def to_torchscript(one: ExportedModel, path: Path) -> None:
+    """Write the scripted module; names of columns and classes are in its extra file `coterie.json`."""
+    shape = getattr(one.model, "features", one.features)
+    example = torch.zeros(2, *(shape if isinstance(shape, tuple) else (shape,)), dtype=one.weights.dtype)
+    jit: Any = torch.jit  # torch gives its functions no types
+    with _as_asked(), torch.no_grad():
+        predict = jit.trace(one.module(), example)
+        whole = FromFeatures(predict) if one.preprocessor is None else FromColumns(one, predict)
+        scripted = jit.script(whole)
+        note = {**one.note(), "numbers": one.numbers, "texts": one.texts}
+        extra = {"coterie.json": json.dumps(note)}
+        files.write_with(path, lambda temporary: scripted.save(str(temporary), _extra_files=extra))
+
+
+@contextmanager
+def _as_asked() -> Iterator[None]:
+    """TorchScript was asked for, so that torch would rather have another format is no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*torch\.jit.*deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", r".*torch\.jit.*deprecated", FutureWarning)
+        yield

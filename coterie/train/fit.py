@@ -1,0 +1,460 @@
+"""The training loop: one for every algorithm, with the same bits when interrupted and resumed."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie._core import broadcast
+from coterie._core.errors import NobodyAnswered, RunError, SettingError
+from coterie._core.threads import helped
+from coterie.algorithms import Algorithm, make
+from coterie.engine.federation import Federation
+from coterie.models.metrics import LOSS, Metric, find, resolve
+from coterie.train import checkpoint
+from coterie.train.checkpoint import Best, Clock, Progress
+from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
+from coterie.train.folder import RunFolder
+from coterie.train.history import History, mean_over_clients
+from coterie.train.run import Run, metric_plan
+from coterie.train.save import save_run
+from coterie.train.track import Tracker, tracker
+
+FAST_FORWARD_ROUNDS = 1000  # rounds computed at once at most
+
+Watch = Callable[[int, int], None]
+
+
+def fit(
+    fed: Federation,
+    algorithm: Algorithm | str,
+    rounds: int = 100,
+    out: str | Path | None = None,
+    *,
+    evaluate_every: int | None = None,
+    select: str = "last",
+    score_test: bool = True,
+    checkpoint_every: int | None = None,
+    watch: Watch | None = None,
+    track: str | Tracker | None = None,
+    state_memory: float | None = None,
+    metric: str | Metric | None = None,
+    metrics: Sequence[str | Metric] = (),
+) -> Run:
+    """Train one algorithm on a federation, which is left unchanged.
+
+    Parameters
+    ----------
+    fed
+        The federation.
+    algorithm
+        An algorithm, or its name.
+    rounds
+        Number of rounds.
+    out
+        Run folder to create, from which `resume` can continue.
+    evaluate_every
+        Score validation rows (training rows if there are none) every so many rounds; None means about twenty times, 0
+        only at the end.
+    select
+        'last' deploys the models of the last round, 'best' those with the lowest mean validation loss.
+    score_test
+        Score the test rows, once, at the end.
+    checkpoint_every
+        Write a checkpoint every so many rounds; None goes by time.
+    watch
+        Called with the round and the number of rounds after each round.
+    track
+        'tensorboard', 'mlflow' or a tracker of your own.
+    metric
+        What `select="best"` goes by instead of the loss, and what reports show.
+    metrics
+        Further metrics to record.
+    state_memory
+        Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
+
+    Returns
+    -------
+    Run
+        Personal models, metrics and ledger.
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> run = fit(fed, "fedavg", rounds=2)
+    >>> run.personal.shape[0] == fed.n
+    True
+    """
+    algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
+    if rounds < 0:
+        raise SettingError(f"rounds is {rounds}; it must not be negative")
+    if select not in ("last", "best"):
+        raise SettingError(f"select is {select!r}; it is 'last' or 'best'")
+    chosen = None if metric is None else resolve(metric, fed.model.task).name
+    further = [resolve(one, fed.model.task) for one in metrics]
+    plan = {
+        "rounds": rounds,
+        "evaluate_every": max(1, rounds // 20) if evaluate_every is None else evaluate_every,
+        "select": select,
+        "score_test": score_test,
+        "checkpoint_every": checkpoint_every or 0,
+        **metric_plan(chosen, further),
+    }
+    if out is not None:
+        RunFolder.require_free(Path(out))
+    follower = tracker(track, None if out is None else Path(out)) if isinstance(track, str) else track
+    fed = fed.fresh()
+    _limit_state(fed, state_memory)
+    started = time.perf_counter()
+    with _threads(fed, algorithm):
+        progress = _begin(fed, algorithm, plan)
+        folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+        if follower is None:
+            return _train(fed, algorithm, progress, plan, folder, watch, started)
+        follower.begin(fed, algorithm, plan)
+        follower.scored(fed, 0, progress.history)
+        run = _train(
+            fed, algorithm, progress, plan, folder, _followed(follower, fed, progress, watch), started
+        )
+        follower.end(run)
+        return run
+
+
+def _further(plan: dict[str, Any]) -> list[Metric]:
+    """Return the metrics that are recorded beside the loss and the main one."""
+    names = [plan["metric"]] if "metric" in plan else []
+    return [find(name) for name in dict.fromkeys([*names, *plan.get("metrics", ())])]
+
+
+def _limit_state(fed: Federation, megabytes: float | None) -> None:
+    """Limit how much of the clients' state stays in memory, where the runtime supports it."""
+    if megabytes is None:
+        return
+    if not megabytes >= 0:
+        raise SettingError(f"state_memory is {megabytes}; give megabytes, 0 or more")
+    if not fed.runtime.capabilities.memory_limit:
+        raise SettingError(
+            "state_memory is for clients in this process; nodes keep their state on their own disks"
+        )
+    fed.runtime.limit_memory(int(megabytes * 1e6))
+
+
+def _followed(follower: Tracker, fed: Federation, progress: Progress, watch: Watch | None) -> Watch:
+    """Return `watch` with a tracker that hears of every round that was scored."""
+    known = len(progress.history.blocks)
+
+    def both(t: int, rounds: int) -> None:
+        nonlocal known
+        if len(progress.history.blocks) > known:
+            known = len(progress.history.blocks)
+            follower.scored(fed, t, progress.history)
+        if watch is not None:
+            watch(t, rounds)
+
+    return both
+
+
+def resume(
+    path: str | Path,
+    fed: Federation | None = None,
+    *,
+    watch: Watch | None = None,
+    anyway: bool = False,
+    state_memory: float | None = None,
+) -> Run:
+    """Continue a run from its last checkpoint; the result has the bytes of an uninterrupted run.
+
+    Parameters
+    ----------
+    path
+        The run folder.
+    fed
+        The federation, where the run was not made from a table.
+    watch
+        Called with the round and the number of rounds after each round.
+    anyway
+        Continue although threads, device, dtype or versions differ from those that the run recorded.
+    state_memory
+        As in `fit`.
+
+    Returns
+    -------
+    Run
+        Personal models, metrics and ledger.
+
+    Raises
+    ------
+    RunError
+        The folder cannot be read, its data have changed, or the environment differs and `anyway` is False.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = fit(fed, "fedavg", rounds=2, out=f"{folder}/run")
+    ...     resume(f"{folder}/run").personal.equal(run.personal)
+    True
+    """
+    folder = RunFolder.open(Path(path))
+    if "adapt" in folder.config:
+        raise RunError(f"{path} holds adapted models; there is nothing to resume")
+    with folder.reading():
+        algorithm, plan = folder.algorithm(), folder.plan()
+        fed = (folder.federation() if fed is None else fed).fresh()
+    _limit_state(fed, state_memory)
+    started = time.perf_counter()
+    with _threads(fed, algorithm):
+        folder.check_same(fed, anyway)
+        with folder.reading():
+            progress = checkpoint.load(folder.checkpoints, fed)
+        progress = progress or _begin(fed, algorithm, plan)
+        if folder.finished():
+            run = _train(fed, algorithm, progress, plan, None, watch, started)
+            run.folder = folder.path
+            return run
+        folder.sweep()
+        return _train(fed, algorithm, progress, plan, folder, watch, started)
+
+
+class Contestant:
+    """A run that is advanced piece by piece and deploys the best round at which it was scored.
+
+    Parameters
+    ----------
+    fed, algorithm
+        What to train on, and how.
+    rounds
+        Number of rounds in all.
+    evaluate_every
+        Score validation rows every so many rounds.
+    """
+
+    def __init__(
+        self,
+        fed: Federation,
+        algorithm: Algorithm,
+        rounds: int,
+        evaluate_every: int,
+        metric: Metric | None = None,
+    ) -> None:
+        self.algorithm, self.started = algorithm, time.perf_counter()
+        self.plan = {
+            "rounds": rounds,
+            "evaluate_every": evaluate_every,
+            "select": "best",
+            "score_test": False,
+            "checkpoint_every": 0,
+            **metric_plan(None if metric is None else metric.name, ()),
+        }
+        self.fed = fed.fresh()
+        with _threads(self.fed, algorithm):
+            self.progress = _begin(self.fed, algorithm, self.plan)
+
+    def advance(self, until: int, watch: Watch | None = None) -> None:
+        """Train until a round; the last round of all is scored like those before it."""
+        with _threads(self.fed, self.algorithm):
+            _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
+            if self.progress.round == self.plan["rounds"]:
+                _score_end(self.fed, self.algorithm, self.progress, self.plan)
+
+    @property
+    def cost(self) -> float:
+        """Return the lowest mean validation loss so far, or cost of the metric; infinite for a run that diverged."""
+        return self.progress.best.loss
+
+    def validation(self, metric: str) -> Tensor:
+        """Return a validation metric [n] at the best round so far."""
+        value = self.progress.history.at(self.progress.best.round, "validation", metric)
+        assert value is not None
+        return value
+
+    @property
+    def done(self) -> bool:
+        """True if further rounds would change nothing, as for methods that solve instead of stepping."""
+        return bool(getattr(self.progress.state, "done", False))
+
+    def scores(self) -> dict[str, Tensor]:
+        """Return all validation metrics [n] at the best round so far."""
+        blocks, best = self.progress.history.blocks, self.progress.best.round
+        return {metric: value for t, split, metric, value in blocks if (t, split) == (best, "validation")}
+
+    def megabytes(self) -> float:
+        """Return what was sent up and down so far, evaluation not counted."""
+        counts = [counts for entry, counts in self.fed.ledger.entries.items() if entry.kind != "evaluate"]
+        return sum(count[2] + count[5] for count in counts) / 1e6
+
+    def finish(self) -> Run:
+        """Deploy the best round and return the run."""
+        with _threads(self.fed, self.algorithm):
+            return _finish(self.fed, self.algorithm, self.progress, self.plan, None, self.started)
+
+
+@contextmanager
+def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
+    """Run the block with as many threads as the work is worth, then restore torch's setting."""
+    before = torch.get_num_threads()
+    own = fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0))
+    torch.set_num_threads(own)
+    hands = max(1, before // own) if torch.device(fed.device).type == "cpu" else 1
+    try:
+        with helped(hands):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _begin(fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> Progress:
+    """Return the progress before the first round; an algorithm that cannot run on this federation raises here."""
+    fed.enter_round(0, None)
+    progress = Progress(0, algorithm.start(fed), History(), Best())
+    _score(fed, algorithm, progress, plan)
+    return progress
+
+
+def _train(
+    fed: Federation,
+    algorithm: Algorithm,
+    progress: Progress,
+    plan: dict[str, Any],
+    folder: RunFolder | None,
+    watch: Watch | None,
+    started: float,
+) -> Run:
+    _advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
+    return _finish(fed, algorithm, progress, plan, folder, started)
+
+
+def _advance(
+    fed: Federation,
+    algorithm: Algorithm,
+    progress: Progress,
+    plan: dict[str, Any],
+    until: int,
+    folder: RunFolder | None = None,
+    watch: Watch | None = None,
+) -> None:
+    """Run the rounds up to `until`."""
+    rounds, every = plan["rounds"], plan["evaluate_every"]
+    clock, stride = Clock(plan["checkpoint_every"]), rounds_ahead(fed)
+    while progress.round < until:
+        before = progress.round
+        last = min(until, *(_next(before, n) for n in (every, clock.every, FAST_FORWARD_ROUNDS) if n))
+        if stride == 1 or before == 0:  # the first round measures how networks are computed
+            _move(fed, algorithm, progress, last)
+        else:
+            last = min(last, before + stride)
+            deferred_finite_check(fed, progress, functools.partial(_move_to, fed, algorithm, progress, last))
+        t = progress.round
+        if watch is not None:
+            for unseen in range(before + 1, t):
+                watch(unseen, rounds)
+        if t < rounds and every and t % every == 0:
+            _score(fed, algorithm, progress, plan)
+        if watch is not None:
+            watch(t, rounds)
+        measured = t == 1 and bool(fed.model.measured())
+        if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
+            with clock.saving():
+                checkpoint.save(folder.checkpoints, fed, progress)
+
+
+def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
+    """Run one round, or several up to `until` as far as the algorithm can compute them at once."""
+    t = progress.round + 1
+    if until > t:
+        progress.state, progress.round = algorithm.fast_forward(fed, progress.state, progress.round, until)
+        if progress.round >= t:
+            fed.enter_round(progress.round, progress.state)
+            return
+    fed.enter_round(t, progress.state)
+    try:
+        progress.state = algorithm.round(fed, progress.state, t)
+    except NobodyAnswered:
+        progress.lost_rounds += 1
+    progress.round = t
+
+
+def _move_to(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
+    while progress.round < until:
+        _move(fed, algorithm, progress, until)
+
+
+def _next(t: int, every: int) -> int:
+    """Return the first multiple of `every` after t."""
+    return (t // every + 1) * every
+
+
+def _finish(
+    fed: Federation,
+    algorithm: Algorithm,
+    progress: Progress,
+    plan: dict[str, Any],
+    folder: RunFolder | None,
+    started: float,
+) -> Run:
+    """Score the deployed models and return the run, saved to its folder if it has one."""
+    t = progress.round
+    _score_end(fed, algorithm, progress, plan)
+    chosen = progress.best.personal if plan["select"] == "best" else None
+    deployed_round = progress.best.round if chosen is not None else t
+    state = progress.state if chosen is None or progress.best.state is None else progress.best.state
+    personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
+    progress.history.add(deployed_round, "train", fed.score(personal, "train", _further(plan)))
+    run = Run(
+        fed=fed,
+        algorithm=algorithm,
+        personal=broadcast.to(personal, "cpu"),
+        state=state,
+        history=progress.history,
+        rounds=plan["rounds"],
+        deployed_round=deployed_round,
+        lost_rounds=progress.lost_rounds,
+        seconds=time.perf_counter() - started,
+        metric=plan.get("metric"),
+        further=tuple(_further(plan)),
+    )
+    if plan["score_test"] and fed.has_rows("test"):
+        run.score_test()
+    if folder is not None:
+        save_run(folder, run)
+        run.folder = folder.path
+    return run
+
+
+def _score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
+    """Score the models after the last round, unless that was done already."""
+    t = progress.round
+    fed.enter_round(t, progress.state)
+    if t > 0 and progress.history.at(t, "validation", "loss") is None:
+        _score(fed, algorithm, progress, plan)
+
+
+def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
+    """Add validation metrics of this round and what the algorithm observes; remember the best models so far."""
+    t, ends = progress.round, progress.round == plan["rounds"]
+    validated = fed.has_rows("validation")
+    if plan["select"] == "best" and not validated:
+        raise RunError("select='best' needs validation rows; give a split with some")
+    if not ends and not plan["evaluate_every"]:
+        return
+    progress.history.add(t, "server", algorithm.observe(fed, progress.state))
+    if not validated:
+        if not ends:
+            progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
+        return
+    values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))
+    progress.history.add(t, "validation", values)
+    judge = find(plan.get("metric", LOSS.name))
+    loss = judge.cost(mean_over_clients(values[judge.name]))
+    if plan["select"] == "best" and loss < progress.best.loss:
+        progress.best = Best(t, loss, fed.personal(algorithm, progress.state), progress.state)

@@ -1,0 +1,182 @@
+"""Predict rows: each by its client's model, those of an unknown client by the common model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie._core import files
+from coterie._core.errors import DataError, RunError, nearest
+from coterie.data import tables
+from coterie.data.column_types import labels
+from coterie.data.preprocess import Preprocessor
+from coterie.models.base import Model
+from coterie.models.description import CUSTOM, from_description
+from coterie.train.folder import RunFolder
+
+if TYPE_CHECKING:
+    import polars
+
+    from coterie.train.run import Run
+
+UNKNOWN = "unknown client: common model"
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts the rows of a table, each with its client's model.
+
+    Attributes
+    ----------
+    model : Model
+        What the parameters mean.
+    personal, common : Tensor
+        Models of the clients [n, d], and the common model [d].
+    clients : list of str
+        Names of the clients.
+    client_column : str
+        Column of the table that names the client.
+    preprocessor : Preprocessor
+        The encoding of the table.
+
+    Examples
+    --------
+    >>> import tempfile, coterie
+    >>> fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = coterie.fit(fed, "ditto", rounds=2, out=f"{folder}/run")
+    ...     predictor = Predictor.load(f"{folder}/run")
+    >>> predictor(coterie.data.bundled.path("heart_disease")).columns[:2]
+    ['hospital', 'prediction']
+    """
+
+    model: Model
+    personal: Tensor
+    common: Tensor
+    clients: list[str]
+    client_column: str
+    preprocessor: Preprocessor
+
+    @classmethod
+    def of(cls, run: Run) -> Predictor:
+        """Return the predictor of a run that was made from a table."""
+        if run.fed.table is None:
+            raise RunError("this run was not made from a table; use run.model(client) on encoded features")
+        table = run.fed.table
+        return cls(
+            run.fed.model,
+            run.personal,
+            run.common(),
+            run.fed.names,
+            table.options["client"],
+            table.preprocessor,
+        )
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Model | None = None) -> Predictor:
+        """Load a predictor from a run folder.
+
+        Parameters
+        ----------
+        folder
+            A finished run folder.
+        model
+            The model, where it was a module of your own.
+
+        Returns
+        -------
+        Predictor
+            Call it with a table.
+        """
+        opened = RunFolder.open(Path(folder))
+        path = opened.path / "models"
+        if not (path / "model.json").exists():
+            raise RunError(f"{folder} has no finished models; run `coterie resume {folder}` first")
+        with opened.reading():
+            note = files.read_json(path / "model.json")
+            if note["preprocessor"] is None:
+                raise RunError(f"{folder} was not made from a table, so a table cannot be encoded for it")
+            tensors, _ = files.read_tensors(path / "models.safetensors", note["sha256"])
+            personal, common, clients = tensors["personal"], tensors["common"], note["clients"]
+            preprocessor, column = Preprocessor.from_json(note["preprocessor"]), note["client_column"]
+            custom = note["model"]["model"] == CUSTOM
+            known = from_description(note["model"]) if model is None and not custom else None
+        if model is not None:
+            known = fitted_to(model, preprocessor)
+        if known is None:
+            raise RunError(
+                f"{folder} holds a module of your own: load it with Predictor.load(folder, model=...)"
+            )
+        return cls(known, personal, common, clients, column, preprocessor)
+
+    def __call__(self, table: Any) -> polars.DataFrame:
+        """Predict the rows of a table.
+
+        Parameters
+        ----------
+        table
+            A file or data frame. Where there is one client only, as on its own node, the client column may be missing.
+
+        Returns
+        -------
+        DataFrame
+            The client column, `prediction`, the probability of each class where there are classes, and `warning`.
+        """
+        import polars
+
+        frame = tables.read(table)
+        if self.client_column not in frame.columns and len(self.clients) == 1:
+            frame = frame.with_columns(polars.lit(self.clients[0]).alias(self.client_column))
+        if self.client_column not in frame.columns:
+            hint = nearest(self.client_column, frame.columns)
+            raise DataError(f"{_name(table)}: there is no client column {self.client_column!r}.{hint}")
+        place = {name: k for k, name in enumerate(self.clients)}
+        names = labels(frame[self.client_column]).to_list()
+        rows = torch.tensor([place.get(name, len(place)) for name in names])
+        encoded = self.preprocessor.encode(frame, _name(table))
+        scores = self._scores(rows, self.model.prepare(encoded.to(self.personal.dtype)))
+        outputs = self._outputs(scores)
+        own = "client" if self.client_column in (*outputs, "warning") else self.client_column
+        columns = {own: frame[self.client_column], **outputs}
+        warning = [None if row < len(place) else UNKNOWN for row in rows.tolist()]
+        return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
+
+    def _scores(self, rows: Tensor, x: Tensor) -> Tensor:
+        """Scores of each row by the model at its place (the last place is the common model)."""
+        scores: Tensor | None = None
+        for place in torch.unique(rows).tolist():
+            mine = rows == place
+            w = self.personal[place] if place < len(self.personal) else self.common
+            part = self.model.scores(w, x[mine])
+            scores = part.new_empty((len(rows), part.shape[-1])) if scores is None else scores
+            scores[mine] = part
+        assert scores is not None
+        return scores
+
+    def _outputs(self, scores: Tensor) -> dict[str, Any]:
+        if self.model.task == "regression":
+            return {"prediction": self.preprocessor.decode(scores.squeeze(-1))}
+        if self.model.task == "binary":
+            one = torch.sigmoid(scores.squeeze(-1))
+            probabilities = torch.stack([1 - one, one], -1)
+        else:
+            probabilities = torch.softmax(scores, -1)
+        columns: dict[str, Any] = {"prediction": self.preprocessor.decode(probabilities.argmax(-1))}
+        for k, name in enumerate(self.preprocessor.spec.classes):
+            columns[f"probability_{name}"] = probabilities[:, k].numpy()
+        return columns
+
+
+def fitted_to(model: Model, preprocessor: Preprocessor) -> Model:
+    """Return a model that is given anew, with the shapes of the table it was trained on."""
+    classes = len(preprocessor.spec.classes)
+    x = torch.zeros(max(2, classes), len(preprocessor.feature_names))
+    return model.fit_to(x, torch.arange(classes) if classes else torch.zeros(len(x)))
+
+
+def _name(table: Any) -> str:
+    return str(table) if isinstance(table, str | Path) else "the table"

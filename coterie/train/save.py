@@ -1,0 +1,79 @@
+"""Write a finished run into its folder: models, state, tables and, last, the result that marks it complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coterie._core import files
+from coterie.engine.state import State
+from coterie.models.description import description
+from coterie.train.folder import RESULT, RunFolder
+from coterie.train.roster import Roster
+from coterie.train.run import Run
+
+
+def save_run(folder: RunFolder, run: Run) -> None:
+    """Write models, state, tables and, last, the result, which marks the run as complete."""
+    save_models(folder.path / "models", run)
+    save_state(folder.path, run.state)
+    Roster.of(run.fed).save(folder.path)
+    traces = run.history.traces(run.fed.n)
+    if traces:
+        files.write_tensors(folder.path / "traces.safetensors", traces)
+    if not folder.can_write_tables():
+        return
+    files.write_with(folder.path / "metrics.parquet", run.metrics.write_parquet)
+    files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
+    files.write_json(
+        folder.path / RESULT,
+        {
+            "rounds": run.rounds,
+            "deployed_round": run.deployed_round,
+            "lost_rounds": run.lost_rounds,
+            "left_out": run.left_out,
+            "seconds": round(run.seconds, 3),
+        },
+    )
+
+
+def save_models(folder: Path, run: Run) -> None:
+    """Write models.safetensors (personal [n, d], common [d]) and model.json (what the numbers mean).
+
+    Where models stay with the clients, only the common one is written, if the method has one.
+    """
+    names, personal = run.fed.names, run.personal
+    if run.fed.runtime.capabilities.models_stay:
+        if run.algorithm.common(run.fed, run.state) is None:
+            return
+        names, personal = [], torch.empty(0, run.fed.d, dtype=run.fed.dtype)
+    files.write_tensors(folder / "models.safetensors", {"personal": personal, "common": run.common()})
+    table = run.fed.table
+    files.write_json(
+        folder / "model.json",
+        {
+            "algorithm": run.algorithm.name,
+            "sha256": files.sha256(folder / "models.safetensors"),
+            "clients": names,
+            "client_column": table.options["client"] if table is not None else None,
+            "model": description(run.fed.model),
+            "preprocessor": table.preprocessor.to_json() if table is not None else None,
+        },
+    )
+
+
+def save_state(folder: Path, state: State) -> None:
+    """Write the server's state when models were deployed, from which newcomers start."""
+    numbers = {name: value for name, value in state.fields().items() if not isinstance(value, Tensor)}
+    files.write_tensors(folder / "models" / "state.safetensors", state.tensors(), numbers)
+
+
+def load_state(folder: Path) -> State:
+    """Return what `save_state` wrote; empty for a run of a version that wrote none."""
+    path = folder / "models" / "state.safetensors"
+    if not path.exists():
+        return State()
+    tensors, numbers = files.read_tensors(path)
+    return State(**tensors, **numbers)

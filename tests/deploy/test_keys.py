@@ -1,0 +1,81 @@
+"""Keys and certificates: valid, private from the first moment, never overwritten."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="keys need the extra 'flower'")
+
+from cryptography import x509
+
+from coterie._core.errors import SettingError
+from coterie.deploy import keys
+
+
+def certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+@pytest.fixture
+def authority(tmp_path):
+    keys.make_authority(tmp_path / "ca", "test")
+    return tmp_path / "ca"
+
+
+def test_the_authority_signs_the_server_for_its_hosts(authority, tmp_path):
+    keys.make_server_certificate(authority, tmp_path / "server", ["example.org", "127.0.0.1"])
+    ca, server = certificate(authority / "ca.crt"), certificate(tmp_path / "server" / "server.crt")
+    server.verify_directly_issued_by(ca)
+    hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert hosts.get_values_for_type(x509.DNSName) == ["example.org"]
+    assert str(hosts.get_values_for_type(x509.IPAddress)[0]) == "127.0.0.1"
+    assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not server.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_a_certificate_may_be_made_to_have_expired(authority, tmp_path):
+    keys.make_server_certificate(authority, tmp_path / "old", ["localhost"], days=-1)
+    assert certificate(tmp_path / "old" / "server.crt").not_valid_after_utc < datetime.datetime.now(
+        datetime.UTC
+    )
+
+
+def test_secrets_are_for_their_owner_only(authority, tmp_path):
+    keys.make_node_key(tmp_path / "a" / "b", "north")
+    assert (tmp_path / "a" / "b" / "node.key").stat().st_mode & 0o777 == 0o600
+    assert (authority / "ca.key").stat().st_mode & 0o777 == 0o600
+    for folder in (authority, tmp_path / "a", tmp_path / "a" / "b"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "a" / "b" / "node.key").chmod(0o640)
+    with pytest.raises(SettingError, match="chmod 600"):
+        keys.load_node_key(tmp_path / "a" / "b" / "node.key")
+
+
+def test_a_key_is_never_overwritten(tmp_path):
+    keys.make_node_key(tmp_path, "north")
+    before = (tmp_path / "node.key").read_bytes()
+    with pytest.raises(SettingError, match="never overwritten"):
+        keys.make_node_key(tmp_path, "north")
+    assert (tmp_path / "node.key").read_bytes() == before
+
+
+def test_the_two_halves_belong_together(tmp_path):
+    from cryptography.hazmat.primitives import serialization
+
+    keys.make_node_key(tmp_path, "north")
+    _, public = keys.load_node_key(tmp_path / "node.key")
+    form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    assert public.public_bytes(*form) == keys.public_bytes(tmp_path / "node.pub")
+
+
+@pytest.mark.parametrize("content", [b"", b"ssh-rsa nothing", b"-----BEGIN OPENSSH PRIVATE KEY-----\nx\n"])
+def test_what_is_no_key_is_said_to_be_none(tmp_path, content):
+    keys.write_private(tmp_path / "node.key", content)
+    with pytest.raises(SettingError, match=r"node\.key is not a private key"):
+        keys.load_node_key(tmp_path / "node.key")
+    (tmp_path / "node.pub").write_bytes(content)
+    with pytest.raises(SettingError, match=r"node\.pub is not a public key"):
+        keys.public_bytes(tmp_path / "node.pub")

@@ -1,0 +1,93 @@
+"""Sentences and charts say what the numbers say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.report import charts, summary
+from coterie.report.facts import RunFacts, read_runs
+from coterie.report.gains import MeanGain, Scores, scores
+
+
+@pytest.fixture
+def runs(twelve: Path) -> list[RunFacts]:
+    """CoBo and training alone, with known scores: 0.50, 0.52, ... and 0.1 less for everybody but the last."""
+    together, alone = read_runs([twelve / "cobo", twelve / "local"])
+    values = 0.5 + 0.02 * np.arange(12)
+    other = values - 0.1
+    other[-1] = 0.9
+    return [replace(together, scores=values), replace(alone, scores=other)]
+
+
+def told(runs: list[RunFacts], metric: str) -> str:
+    runs = [replace(run, metric=metric) for run in runs]
+    every = [scores(run, runs[1]) for run in runs]
+    return " ".join(summary.sentences(runs, every, runs[0], runs[1]))
+
+
+def test_the_worst_and_the_best_depend_on_the_metric(runs: list[RunFacts]) -> None:
+    right, off = told(runs, "accuracy"), told(runs, "rmse")
+    names = runs[0].names
+    assert (
+        f"served worst is {names[0]} with 50.0 %" in right
+        and f"served worst is {names[-1]} with 0.7200" in off
+    )
+    assert "No other run on this page (local) has a better mean" in right
+    assert "local has the best mean" in off
+    assert "11 of 12 clients did better, 1 worse" in right and "1 of 12 clients did better, 11 worse" in off
+
+
+@pytest.mark.parametrize(
+    ("mean", "low", "high", "said"),
+    [
+        (0.1, 0.02, 0.18, "Training together helped"),
+        (0.1, -0.02, 0.22, "No clear difference between training together and alone"),
+        (-0.1, -0.22, 0.02, "No clear difference between training together and alone"),
+        (-0.1, -0.18, -0.02, "Training together did harm"),
+    ],
+)
+def test_the_headline_is_sure_only_of_more_than_chance(
+    runs: list[RunFacts], mean: float, low: float, high: float, said: str
+) -> None:
+    assert summary.headline(*runs, MeanGain(mean, low, high, 1, 1, 0)) == said
+
+
+def test_whiskers_reach_from_the_lower_to_the_upper_limit(runs: list[RunFacts]) -> None:
+    gain = np.linspace(-0.1, 0.2, 12)
+    panel = charts.gain_chart(runs[0], Scores(gain, gain, gain, gain, gain - 0.03, gain + 0.08))
+    assert panel is not None
+    (bars,) = panel.data
+    assert bars["x"] == pytest.approx(100 * gain, rel=1e-4)
+    assert bars["error_x"]["array"] == pytest.approx([8.0] * 12) and bars["error_x"][
+        "arrayminus"
+    ] == pytest.approx([3.0] * 12)
+
+
+def test_small_clients_are_compared_with_large_ones(runs: list[RunFacts]) -> None:
+    rows = runs[0].rows("train")
+    assert rows is not None
+    quarter = np.quantile(rows, [0.25, 0.75])
+    value = rows / 1000
+    none = np.full(12, np.nan)
+    panel = charts.size_chart(runs[:1], [Scores(value, none, none, none, none, none)])
+    assert panel is not None
+    few, many = value[rows <= quarter[0]].mean(), value[rows >= quarter[1]].mean()
+    assert panel.rows == [["cobo", f"{100 * few:.1f} %", f"{100 * many:.1f} %"]] and few < many
+
+
+def test_communication_is_that_of_the_ledger(twelve: Path) -> None:
+    (run,) = read_runs([twelve / "ifca"])
+    panel = charts.communication([run])
+    assert panel is not None
+    sent = run.ledger.filter(run.ledger["kind"] != "evaluate")
+    up, down = sent["bytes_up"].sum() / 1e6, sent["bytes_down"].sum() / 1e6
+    found = {trace["name"]: trace["x"] for trace in panel.data}
+    assert found == {
+        "client-server, up": pytest.approx([up], rel=1e-4),
+        "client-server, down": pytest.approx([down], rel=1e-4),
+    }
+    assert up != down

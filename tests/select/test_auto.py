@@ -1,0 +1,345 @@
+"""`auto`: what it chooses where the truth is known, what it spends, what it never looks at, what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import coterie
+from coterie import models
+from coterie._core.errors import CoterieError, DataError, SettingError
+from coterie.algorithms import make
+from coterie.engine.federation import Federation
+from coterie.models.metrics import find
+from coterie.select import auto, auto_explain
+from coterie.select.auto_explain import gains
+from coterie.select.auto_race import Entrant, Race, clearly
+from coterie.select.compare import compare
+from coterie.select.cross_validation import folds
+from coterie.train.fit import Contestant, fit, resume
+
+SPLIT = (0.6, 0.2, 0.2)
+
+
+def world(rows: int, spread: float, clients: int = 8, d: int = 6, seed: int = 0) -> Federation:
+    """Linear clients whose parameters differ by `spread` around a common one."""
+    draw = torch.Generator().manual_seed(seed)
+    common = torch.randn(d, generator=draw, dtype=torch.float64)
+    xs = torch.randn(clients, rows, d, generator=draw, dtype=torch.float64)
+    own = common + spread * torch.randn(clients, d, generator=draw, dtype=torch.float64)
+    noise = torch.randn(clients, rows, generator=draw, dtype=torch.float64)
+    ys = torch.einsum("crd,cd->cr", xs, own) + noise
+    return Federation.from_arrays(list(xs), list(ys), models.linear(), split=SPLIT)
+
+
+def rmse(fed: Federation, algorithm: str, **settings: float) -> float:
+    return float(fit(fed, make(algorithm, **settings), 60, select="best").score("test", "rmse").mean())
+
+
+@pytest.mark.parametrize(
+    ("rows", "spread", "better", "worse"), [(20, 0.02, "fedavg", "local"), (200, 2.0, "local", "fedavg")]
+)
+def test_the_choice_is_as_good_as_the_better_extreme(
+    rows: int, spread: float, better: str, worse: str
+) -> None:
+    fed = world(rows, spread)
+    choice = coterie.choose(fed, rounds=60, effort=6)
+    test = float(choice.run.score_test()["rmse"].mean())
+    good, bad = (rmse(fed, name, lr=0.1, batch=0) for name in (better, worse))
+    assert good < bad
+    assert test < good + 0.2 * (bad - good)
+
+
+def test_test_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = world(30, 0.3)
+    real = Federation._scores
+    rows = fed.runtime.splits["test"]
+    spoiled = type(rows)(rows.x * torch.nan, rows.y * torch.nan, rows.start, rows.size)
+    monkeypatch.setitem(fed.runtime.splits, "test", spoiled)
+    choice = coterie.choose(fed, rounds=30, effort=3)
+    assert choice.run.personal.isfinite().all() and real is Federation._scores
+
+
+def test_the_budget_is_kept() -> None:
+    fed = world(20, 0.3)
+    for effort in (6, 20):
+        choice = coterie.choose(fed, rounds=27, effort=effort)
+        assert sum(row["rounds"] + row["checked_rounds"] for row in choice.rows) <= effort * 27
+    free = sum(row["megabytes"] for row in choice.rows)
+    tight = coterie.choose(fed, rounds=27, budget_mb=free / 4)
+    one_more = max(row["megabytes"] for row in choice.rows)
+    assert sum(row["megabytes"] for row in tight.rows) <= free / 4 + one_more
+    assert all(row["rounds"] <= 27 for row in tight.rows)
+
+
+def test_the_race_is_the_same_every_time_and_equals_the_run_alone() -> None:
+    fed = world(20, 0.3)
+    first, second = (coterie.choose(fed, rounds=18, effort=3) for _ in range(2))
+    assert first.json() == second.json()
+    again = fit(fed, first.run.algorithm, 18, evaluate_every=1, select="best")
+    assert torch.equal(again.personal, first.run.personal)
+
+
+def test_fit_auto_writes_a_run_folder_with_the_reasons(tmp_path: Path) -> None:
+    fed = world(20, 0.3)
+    run = coterie.fit(fed, "auto", 18, tmp_path / "run")
+    assert run.choice is not None and run.choice.why
+    note = json.loads((tmp_path / "run" / "choice.json").read_text())
+    assert note["method"] == run.algorithm.name and len(note["race"]) > 6
+    assert torch.equal(resume(tmp_path / "run", fed).personal, run.personal)
+    with pytest.raises(coterie.CoterieError):
+        coterie.fit(fed, "auto", 18, tmp_path / "run")
+
+
+def test_compare_takes_auto() -> None:
+    comparison = compare(world(30, 0.3), algorithms=["auto"], seeds=1, rounds=18, budget=2)
+    assert [row["algorithm"] for row in comparison.rows] == ["local", "fedavg", "fine-tuned", "auto"]
+
+
+def test_what_cannot_be_raced_is_said() -> None:
+    fed = world(20, 0.3)
+    with pytest.raises(SettingError, match="effort must be at least 1"):
+        coterie.choose(fed, effort=0)
+    no_validation = Federation.from_arrays([torch.randn(9, 2)] * 2, [torch.randn(9)] * 2, models.linear())
+    with pytest.raises(DataError, match="auto chooses on validation rows"):
+        coterie.choose(no_validation)
+    choice = coterie.choose(fed, rounds=9, methods=["oracle", "fedavg"], effort=2)
+    assert any("Could not take part: oracle" in line and "clusters" in line for line in choice.why)
+
+
+def entrant(name: str, **metrics: list[float]) -> Entrant:
+    """Somebody with known validation metrics."""
+    scores = {metric: torch.tensor(values, dtype=torch.float64) for metric, values in metrics.items()}
+    found = Entrant(make(name), scores=scores)
+    if "loss" in scores:
+        found.cost = float(scores["loss"].mean())
+    return found
+
+
+def test_gains_are_told_by_name() -> None:
+    names = ["basel", "bern", "va", "zug"]
+    alone = entrant("local", accuracy=[0.80, 0.70, 0.90, 0.60])
+    said = gains(names, entrant("ditto", accuracy=[0.83, 0.74, 0.88, 0.62]), alone, find("accuracy"))
+    assert said.startswith("va is better off alone (-2 points); the other 3 gain 3 ± ")
+    said = gains(names, entrant("ditto", accuracy=[0.83, 0.74, 0.92, 0.62]), alone, find("accuracy"))
+    assert said.startswith("Every client is as well off or better: 2.7 ± ")
+    worse = entrant("local", rmse=[0.80, 0.70, 0.90, 0.60])
+    said = gains(names, entrant("ditto", rmse=[0.7, 0.6, 0.8, 0.5]), worse, find("rmse"))
+    assert said.startswith("Every client is as well off or better: 0.1") and "in rmse" in said
+
+
+def test_the_chosen_settings_are_told_where_they_are_not_the_usual_ones() -> None:
+    assert auto_explain._described(make("ditto", lam=0.25, steps=7)) == "ditto (lam = 0.25, steps = 7)"
+    assert auto_explain._described(make("ditto")) == "ditto"
+
+
+def finalist(name: str, values: torch.Tensor, metric: torch.Tensor | None = None) -> Entrant:
+    return entrant(name, loss=values.tolist(), rmse=(values if metric is None else metric).tolist())
+
+
+def test_a_simpler_method_wins_a_draw() -> None:
+    race = Race(world(20, 0.0), 9)
+    values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
+    wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+    ditto = finalist("ditto", values)
+    as_good = finalist("fedavg", values + wide + 0.01)
+    race.finalists = [ditto, as_good]
+    assert race._winner() is as_good
+    worse = finalist("fedavg", values + 1e-4 * wide + 0.01)
+    race.finalists = [ditto, worse]
+    assert race._winner() is ditto
+
+
+def test_the_metric_decides_among_losses_that_cannot_be_told_apart() -> None:
+    """A metric better by a standard error wins over a loss lower by less than one, and nothing else does."""
+    race = Race(world(20, 0.0), 9)
+    values = torch.linspace(0.9, 1.1, 8, dtype=torch.float64)
+    wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+    cobo, ifca = finalist("cobo", values, values), finalist("ifca", values + wide + 0.01, values - 0.2)
+    race.finalists = [cobo, ifca]
+    assert race._winner() is ifca
+    race.finalists = [cobo, finalist("ifca", values + 0.01 * wide + 0.1, values - 0.2)]
+    assert race._winner() is cobo
+    error = float(wide.std()) / 8**0.5
+    for errors, winner in ((0.9, "ifca"), (1.1, "cobo")):
+        race.finalists = [cobo, finalist("ifca", values + wide + errors * error, values - 0.2)]
+        assert race._winner().algorithm.name == winner
+    for errors, winner in ((0.9, "cobo"), (1.1, "ifca")):
+        race.finalists = [cobo, finalist("ifca", values + wide + 0.01, values + wide - errors * error)]
+        assert race._winner().algorithm.name == winner
+
+
+STEPS = [("fedavg", 0.75, 0.2), ("fedavg", 0.03, 0.5), ("local", 0.375, 0.6), ("local", 0.01, 0.7)]
+
+
+def test_heats_keep_every_method_once_and_few_settings_of_one() -> None:
+    race = Race(world(20, 0.0), 9)
+    field = [entrant("ditto", loss=[k / 10]) for k in range(6)]
+    field += [entrant("fedavg", loss=[0.9]), entrant("fedavg", loss=[1.0]), entrant("local", loss=[2.0])]
+    slow, alone = field[6], field[8]
+    assert race._best_of(field, 3, heat=0) == [field[0], slow, alone]
+    assert race._best_of(field, 4, heat=0) == [*field[:2], slow, alone]
+    assert race._best_of(field, 3, heat=1) == [*field[:2], slow, alone]
+    assert race._best_of(field[:6], 3, heat=1) == field[:2]
+
+
+def test_losers_keep_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no time are there more runs under way than the heat keeps, and one."""
+    fed, most = world(20, 0.3), 0
+    race = Race(fed, 18)
+    real = Entrant.advance
+
+    def counted(self: Entrant, until: int) -> None:
+        nonlocal most
+        real(self, until)
+        most = max(most, sum(e.running is not None for e in race.everybody))
+
+    monkeypatch.setattr(Entrant, "advance", counted)
+    field = auto.Field.of(fed, None, coterie.advise(fed), 24, 18)
+    winner = race.run(field.first, field.more)
+    solved = sum(
+        getattr(e.algorithm, "exact", False) or e.algorithm.name == "hierarchical" for e in race.everybody
+    )
+    assert most <= field.places / 3 + 2 + solved < len(race.everybody)
+    assert winner.running is not None
+    assert all(e.running is None and not e.scores for e in race.everybody if e not in race.finalists)
+
+
+def test_close_finalists_are_checked_on_further_splits() -> None:
+    """Each trains again to the round it was best at; the mean over these splits decides, and is told."""
+    fed = world(20, 0.3)
+    choice = coterie.choose(fed, rounds=18, methods=["fedavg", "ditto"], effort=16)
+    checked = [row for row in choice.rows if row["checked_loss"] is not None]
+    assert len(checked) >= 2 and choice.rows[0] in checked
+    assert any("too close to tell" in line and "3 further splits" in line for line in choice.why)
+    by_hand = []
+    for fold in folds(fed, 3):
+        run = fit(fold, choice.run.algorithm, choice.run.deployed_round, evaluate_every=0)
+        by_hand.append(run.score("validation", "loss"))
+    expected = float(torch.stack(by_hand).nanmean(0).mean())
+    assert choice.rows[0]["checked_loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_clear_winner_is_not_checked() -> None:
+    choice = coterie.choose(world(200, 2.0), rounds=18, methods=["local", "fedavg"], effort=16)
+    assert choice.run.algorithm.name == "local"
+    far = [row for row in choice.rows if row["method"] == "fedavg"]
+    assert far and all(row["checked_rounds"] == 0 for row in far)
+
+
+def test_hierarchical_models_take_part_where_they_can() -> None:
+    fed = world(20, 0.3)
+    (model,) = auto._estimated(fed)
+    assert model.settings()["grouping"] == "one" and model.settings()["choose"] == "reml"
+    known = Federation.from_arrays(
+        [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(), clusters=[0, 0, 1, 1], split=SPLIT
+    )
+    assert [a.settings()["grouping"] for a in auto._estimated(known)] == ["known", "one"]
+    with_intercept = Federation.from_arrays(
+        [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(intercept=True), split=SPLIT
+    )
+    assert [a.settings()["effects"] for a in auto._estimated(with_intercept)] == ["auto", "intercept"]
+    net = models.network(lambda: torch.nn.Linear(6, 1))
+    wide = Federation.from_arrays([torch.randn(9, 6)] * 4, [torch.randn(9)] * 4, net, split=SPLIT)
+    assert auto._estimated(wide) == []
+
+
+def test_step_sizes_are_settled_with_the_simplest_methods() -> None:
+    fed = world(20, 0.3)
+    field = auto.Field.of(fed, ["local", "fedavg", "ditto", "rtfa"], None, 24, 90)
+    tried = {(a.name, a.settings()["lr"]) for a in field.first}
+    assert {lr for name, lr in tried if name == "fedavg"} == {0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0}
+    left = [Entrant(make(name, lr=lr), cost=cost) for name, lr, cost in STEPS]
+    added = field.more(left)
+    assert {a.name for a in added} == {"ditto", "rtfa"} and len(field.first) + len(added) <= field.places
+    assert {a.settings()["lr"] for a in added} == {0.75, 0.25, 0.375, 0.125}, (
+        "both methods' best steps and a third of them"
+    )
+    assert {a.settings()["lr"] for a in field.more([])} > {0.01, 0.03, 0.1}, "without any, those declared"
+
+
+def test_few_places_are_shared() -> None:
+    """Half for the simplest, training alone first, and a place for each of the others while they last."""
+    fed = world(20, 0.3)
+    for effort in (1, 3, 6, 24):
+        field = auto.Field.of(fed, ["local", "fedavg", "ditto", "cobo", "ifca"], None, effort, 90)
+        added = field.more([])
+        assert field.first[0].name == "local" and len(field.first) + len(added) <= field.places
+        assert len({a.name for a in added}) == min(3, field.places - len(field.first))
+
+
+def test_whoever_fails_on_the_way_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed, real = world(20, 0.3), Contestant.advance
+
+    def advance(self: Contestant, until: int, watch: None = None) -> None:
+        if self.algorithm.name == "ditto" and not self.fed.has_rows("test"):
+            raise CoterieError("no solution")
+        if self.algorithm.name == "fedavg" and until > 6:
+            raise CoterieError("no way on")
+        real(self, until, watch)
+
+    monkeypatch.setattr(Contestant, "advance", advance)
+    choice = coterie.choose(fed, rounds=18, methods=["fedavg", "ditto"], effort=24)
+    assert any("fedavg: no way on" in line for line in choice.why)
+    assert any("ditto, in the check: no solution" in line for line in choice.why)
+    assert choice.run.algorithm.name == "local"
+
+
+def test_splits_on_which_nothing_was_chosen_decide() -> None:
+    race = Race(world(20, 0.0), 9)
+    lucky, steady = entrant("ditto", loss=[0.1] * 4), entrant("ifca", loss=[0.2] * 4)
+    for one, loss in ((lucky, 0.5), (steady, 0.3)):
+        values = torch.tensor([loss, loss + 0.1, loss, loss - 0.1])
+        one.checks = [{"loss": values, "rmse": values}] * 2
+    race.finalists = [lucky, steady, entrant("cobo", loss=[0.05] * 4)]
+    assert race._winner() is steady
+
+
+def test_methods_that_solve_at_once_stay_at_no_cost() -> None:
+    fed = world(20, 0.3)
+    race = Race(fed, 18)
+    steps = [make("fedavg", lr=lr) for lr in (0.1, 0.2, 0.3, 0.4)]
+    race.run([make("local", lr=1e-9), make("local", exact=True, ridge=100.0), *steps])
+    solved = race.everybody[1]
+    assert solved.done and solved in race.finalists and solved.rounds == 2
+    assert solved.best_round <= 2 and math.isfinite(solved.cost)
+
+
+def test_a_metric_that_is_asked_for_decides() -> None:
+    """It takes the place of the loss: the highest wins a clear race, the simpler one a draw."""
+    race = Race(world(20, 0.0), 9, metric="r2")
+    values = torch.linspace(0.5, 0.7, 8, dtype=torch.float64)
+
+    def rival(name: str, r2: torch.Tensor, loss: float) -> Entrant:
+        found = entrant(name, r2=r2.tolist(), loss=[loss] * 8)
+        found.judge, found.cost = find("r2"), -float(r2.mean())
+        return found
+
+    low_loss, high_r2 = rival("cobo", values, 0.1), rival("ifca", values + 0.1, 0.9)
+    race.finalists = [low_loss, high_r2]
+    assert race._winner() is high_r2 and clearly(high_r2, low_loss) and not clearly(low_loss, high_r2)
+    wide = 0.3 * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+    as_good = rival("fedavg", values + 0.1 + wide, 0.9)
+    race.finalists = [high_r2, as_good]
+    assert race._winner() is as_good
+    assert high_r2.row()["validation_r2"] == pytest.approx(float(values.mean()) + 0.1)
+
+
+def test_auto_by_a_metric_says_so_and_keeps_it(tmp_path: Path) -> None:
+    fed = world(30, 0.3)
+    run = coterie.fit(fed, "auto", 18, tmp_path / "run", metric="mae", metrics=["r2"])
+    assert run.choice is not None and run.metric == "mae"
+    said = run.choice.text()
+    assert "validation mae" in said and "loss" not in said.partition("Chosen")[2].replace(
+        "although the losses", ""
+    )
+    assert all("validation_mae" in row and "validation_loss" not in row for row in run.choice.rows)
+    assert set(run.metrics.filter(split="test")["metric"]) == {"loss", "rmse", "mae", "r2"}
+    again = resume(tmp_path / "run", fed)
+    assert again.metric == "mae" and torch.equal(again.personal, run.personal)
+    rounds, values = run.history.curve("validation", "mae")
+    assert run.deployed_round == rounds[values.index(min(values))]
