@@ -43,6 +43,7 @@ class Client:
         threads: int = 1,
     ) -> None:
         self._runtime, self._at, self._make_keys, self._batch = runtime, at, keys, batch
+        self._keys: Tensor | None = None
         self.batches = ClientBatches(runtime, at, lambda: self.keys, batch)
         self.encoder = encoder or Encoder()
         self.threads = threads  # that compute parts of this stack
@@ -50,10 +51,12 @@ class Client:
         self.lead = runtime.ids.shape if at is None else at.shape
         self.keep = Keep(lambda name: runtime.store.read(name, at))
 
-    @functools.cached_property
+    @property
     def keys(self) -> Tensor:
         """Coordinates of this visit, hashed when the first random number is asked for."""
-        return self._make_keys()
+        if self._keys is None:
+            self._keys = self._make_keys()
+        return self._keys
 
     @functools.cached_property
     def _statistics(self) -> tuple[Tensor, ...] | None:

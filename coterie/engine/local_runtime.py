@@ -67,6 +67,7 @@ class LocalRuntime(Runtime):
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
         self.workers = 1  # stacks computed side by side, or parts of one where a phase allows that
+        self._split: dict[int, bool] = {}  # by batch size: whether parts of one stack are computed side by side
         self.used: Counter[str] = Counter()  # how often each fast path was taken
         self._used_before = model.paths_used()  # by other runs of the same model
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
@@ -285,7 +286,7 @@ class LocalRuntime(Runtime):
 
     def _in_parts(self, call: Call, visits: Visits) -> bool:
         """Whether workers may compute parts of one stack: they meet less often than with a stack for each."""
-        count = len(self.ids) if visits.at is None else len(visits.at)
+        count = (self.ids if visits.at is None else visits.at).shape[0]
         return (
             self.workers > 1
             and self._splits(call.algorithm.batch)
@@ -307,7 +308,7 @@ class LocalRuntime(Runtime):
             encoder = Encoder(call.compress, call.phase)
             return Client(self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads)
 
-        count = len(self.ids) if visits.at is None else len(visits.at)
+        count = (self.ids if visits.at is None else visits.at).shape[0]
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
         if self._draws(call.algorithm.batch) and self.workers > threads:
             keys()  # so that no two workers make them
@@ -344,7 +345,7 @@ class LocalRuntime(Runtime):
         rows = batch or self.train.largest
         stack = len(self.train) * participation
         work = stack * (self.model.d + min(rows, self.train.largest) * self._row_elements)
-        self.workers = 1
+        self.workers, self._split = 1, {}
         if self._draws(batch) and not self.loop:
             unlocked = self._splits(batch) and any(
                 path.unlocked(self.model, self.train) for path in fast.enabled("sgd")
@@ -360,8 +361,11 @@ class LocalRuntime(Runtime):
 
     def _splits(self, batch: int) -> bool:
         """Whether a fast path of local SGD computes parts of one stack with several threads."""
-        paths = fast.enabled("sgd") if self._draws(batch) and not self.loop else ()
-        return any(path.in_parts(self.model, self.train) for path in paths)
+        found = self._split.get(batch)
+        if found is None:
+            paths = fast.enabled("sgd") if self._draws(batch) and not self.loop else ()
+            found = self._split[batch] = any(path.in_parts(self.model, self.train) for path in paths)
+        return found
 
     @functools.cached_property
     def _row_elements(self) -> int:

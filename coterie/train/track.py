@@ -86,6 +86,7 @@ class TensorBoard:
     """Writes scalars by split and metric, distributions over clients, and hyperparameters with final scores."""
 
     def __init__(self, out: Path | None) -> None:
+        import tensorboard  # noqa: F401  torch asks for it only when it writes
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter

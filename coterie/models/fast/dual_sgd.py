@@ -71,8 +71,9 @@ def run(job: SgdJob) -> LazyModels:
     rates = Rates(job.lr, keeps, pulled, share, anchor_share)
     work = (model, rows, job.at, tables, anchors, job.draws, rates)
     if compiles(model, rows, tables, anchors):
-        enough = len(tables) * len(rows.x) * model.d // (len(rows) * THREAD_PRODUCTS)
-        descents: Compiled | Plain = Compiled(*work, max(1, min(job.threads, len(tables), enough)))
+        clients = tables.shape[0]
+        enough = clients * rows.x.shape[0] * model.d // (len(rows) * THREAD_PRODUCTS)
+        descents: Compiled | Plain = Compiled(*work, max(1, min(job.threads, clients, enough)))
     else:
         descents = Plain(*work, job.threads)
     return LazyModels(tables, share, anchors, anchor_share, descents)
@@ -172,8 +173,9 @@ class DualDescent:
         workspace(self.rows).usual = next(found, None)
 
     def _weights(self, kind: str, dtype: torch.dtype) -> Tensor:
-        sizes = self.sizes.to(dtype).unsqueeze(-1)
-        return torch.ones_like(sizes) if kind == "even" else sizes
+        if kind == "even":
+            return torch.ones(self.tables.shape[0], 1, dtype=dtype)
+        return self.sizes.to(dtype).unsqueeze(-1)
 
 
 class Plain(DualDescent):
@@ -224,18 +226,19 @@ class Compiled(DualDescent):
     def work(self) -> native.Work:
         """Return the C struct without its outputs; the tensors it points to belong to this object."""
         model, rows, numbers = self.model, self.rows, self.draws.numbers
-        (kernels, made), clients = workspace(rows).gram(), len(self.tables)
+        (kernels, made), clients = workspace(rows).gram(), self.tables.shape[0]
         self.at = None if self.at is None else self.at.contiguous()
         self.tables = _dense(self.tables)
         self.anchors = None if self.anchors is None else _dense(self.anchors)
         self.keys = self.draws.keys().contiguous()
-        most = len(rows.x) if self.at is None else clients * rows.largest
+        total = rows.x.shape[0]
+        most = total if self.at is None else clients * rows.largest
         self.shares = torch.empty(model.outputs * most)
         self.witnesses = torch.empty(self.threads)
         held = (self.at, rows.start, rows.size, rows.x, rows.y, kernels, made, self.tables, self.anchors)
         between = 0 if self.anchors is None else self.anchors.stride(0)
         return native.Work(
-            self.threads, clients, len(rows), len(rows.x), model.outputs, model.columns,
+            self.threads, clients, len(rows), total, model.outputs, model.columns,
             rows.largest, kernels.shape[1], len(numbers), self.draws.batch,
             LOSSES[type(model)], rows.y.dtype == torch.int64, model.reduction == "sum",
             *map(_address, held), self.tables.stride(0), between,

@@ -52,7 +52,7 @@ class LazyModels(Tensor):
         cls, tables: Tensor, share: float, anchors: Tensor | None, anchor_share: float, descents: Descents
     ) -> LazyModels:
         """Make a tensor of the right shape that has no memory yet."""
-        shape = (len(tables), tables[0].numel())
+        shape = (tables.shape[0], tables.shape[1:].numel())
         made: LazyModels = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=tables.dtype, device=tables.device
         )
@@ -99,9 +99,9 @@ class LazyModels(Tensor):
             self._compute(weights)
             self.descents.note_weights(weights)
         assert self._sum is not None
-        total = self._sum[1].add(_combined(self.tables, weights), alpha=self.share)
+        total = _with_combined(self._sum[1], self.tables, weights, self.share)
         if self.anchors is not None:
-            total.add_(_combined(self.anchors, weights), alpha=self.anchor_share)
+            total = _with_combined(total, self.anchors, weights, self.anchor_share)
         return total.flatten().unsqueeze(0)
 
     def _compute(self, weights: Tensor | None = None, models: Tensor | None = None) -> None:
@@ -121,8 +121,8 @@ def finite_witness(value: Tensor) -> Tensor:
     return value.witness() if isinstance(value, LazyModels) else value.sum()
 
 
-def _combined(tables: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of tables [k, ...] with weights [k, 1]."""
+def _with_combined(total: Tensor, tables: Tensor, weights: Tensor, share: float) -> Tensor:
+    """Return the total plus `share` times the sum of tables [k, ...] with weights [k, 1]."""
     if tables.stride(0) == 0:
-        return tables[0] * weights.sum()
-    return (weights.t() @ tables.flatten(1)).view(tables.shape[1:])
+        return total.add(tables[0], alpha=share * float(weights.sum()))
+    return total.add((weights.t() @ tables.flatten(1)).view(tables.shape[1:]), alpha=share)
