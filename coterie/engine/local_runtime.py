@@ -67,7 +67,9 @@ class LocalRuntime(Runtime):
         self.initial = model.initial(seed, dtype, self.device)
         self.store = Store(len(self.train))
         self.workers = 1  # stacks computed side by side, or parts of one where a phase allows that
-        self._split: dict[int, bool] = {}  # by batch size: whether parts of one stack are computed side by side
+        self._split: dict[
+            int, bool
+        ] = {}  # by batch size: whether parts of one stack are computed side by side
         self.used: Counter[str] = Counter()  # how often each fast path was taken
         self._used_before = model.paths_used()  # by other runs of the same model
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once

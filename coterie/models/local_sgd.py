@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,8 +24,7 @@ class BatchDraws(NamedTuple):
     drawn: Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class SgdJob:
+class SgdJob(NamedTuple):
     """Steps x <- x - lr (grad(x) + prox (x - anchor)), one per minibatch, for the clients `at` (None: all).
 
     `x` and `anchor` are [k, d]; `threads` may compute parts of the stack.

@@ -71,6 +71,11 @@ class LazyModels(Tensor):
             return args[1].weighted_sum(materialize(args[0]).t())
         return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
 
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        """Average without a call of torch's dispatcher, which takes longer than small sums."""
+        average = other.dim() == 2 and other.shape[0] == 1
+        return self.weighted_sum(materialize(other).t()) if average else other @ self.written()
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what this is without computing it."""
         return f"LazyModels({self.shape[0]} models of {self.shape[1]} parameters)"
