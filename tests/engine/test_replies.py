@@ -1,5 +1,6 @@
 """Averages of replies by hand."""
 
+import pytest
 import torch
 
 from coterie.engine.replies import Replies
@@ -13,4 +14,4 @@ def test_clusters_are_averaged_by_rows_or_evenly():
     empty = torch.full((3, 1), -7.0)
     assert REPLIES.mean(by=CLUSTERS, default=empty).tolist() == [[4.0], [3.0], [-7.0]]
     assert REPLIES.mean(by=CLUSTERS, default=empty, uniform=True).tolist() == [[3.0], [3.0], [-7.0]]
-    assert REPLIES.mean().item() == (10 + 150 + 10 + 20) / 50
+    assert REPLIES.mean().item() == pytest.approx((10 + 150 + 10 + 20) / 50)
