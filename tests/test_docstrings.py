@@ -46,7 +46,7 @@ LISTED = dict(listed())
 
 
 def test_the_pages_list_what_there_is():
-    assert {"coterie.data.readers.libsvm", "coterie.theory.flix.diana_step"} <= LISTED.keys() and len(
+    assert {"coterie.data.readers.libsvm", "coterie.theory.flix_steps.diana_step"} <= LISTED.keys() and len(
         LISTED
     ) > 90
 

@@ -265,6 +265,21 @@ class Algorithm:
         """
         raise NotImplementedError
 
+    def certificate(self, s: State) -> float:
+        """Return a proven bound on how far the objective is above its minimum; inf where theory has none.
+
+        Parameters
+        ----------
+        s
+            The server's state after a round.
+
+        Returns
+        -------
+        float
+            The bound.
+        """
+        return math.inf
+
     def replace(self, **changes: Any) -> Self:
         """Return the same algorithm with some hyperparameters changed.
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from coterie._core.errors import CoterieError, SettingError
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.mixing import Alpha, best_alpha, local_minimiser, read_alpha
 from coterie.engine.client import Client
 from coterie.engine.compressors import compressor
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.base import norm
-from coterie.theory import flix as theory
+from coterie.theory import flix_rates, flix_steps
 from coterie.theory.flix import Mixture
 
-Alpha = float | str | tuple[float, ...]
-FULL = ("dgd", "dcgd", "diana")  # solvers that use all rows in a gradient and a step size from theory
-GRID = 11  # mixtures tried by alpha = "auto": 0, 0.1, ..., 1
+FULL = ("dgd", "dcgd", "diana", "ef21", "scaffnew")  # all rows in a gradient, and a step size from theory
+SHIFTED = ("diana", "ef21")  # solvers that send the compressed change of what the server knows
 CHOICES = 64  # last visit at which alpha = "auto" chooses
-CHECK_EVERY = 20  # local steps between checks of the gradient norm
-UNKNOWN = -1.0  # smoothness of a client that has not sent it
+UNKNOWN = -1.0  # curvature of a client that has not sent it
 GROWTH = 1e6  # growth of the gradient since the first round that counts as divergence
 
 
@@ -35,6 +35,9 @@ class FLIX(Algorithm):
     x_i = argmin f_i, computed locally;   T_i(x) = alpha_i x + (1 - alpha_i) x_i;   minimise f~(x) = mean_i f_i(T_i(x))
     G_i = alpha_i grad f_i(T_i(x)), and x <- x - lr g with
     dgd: g = mean G_i;   dcgd: g = mean C(G_i);   diana: D_i = C(G_i - h_i), g = h + mean D_i, h_i += beta D_i
+    ef21: as diana with beta = 1, for compressors that are biased (Richtarik, Sokolov, Fatkhullin, NeurIPS 2021)
+    scaffnew: x_i <- x_i - lr (G_i(x_i) - h_i) until a coin ends the round, then x = mean x_i, h_i += chance/lr
+    (x - x_i), x_i <- x (Mishchenko, Malinovsky, Stich, Richtarik, ICML 2022)
     one-shot: x = sum_i w_i x_i, w_i ~ alpha_i^2 L_i, in one round;   sgd, adam: G_i of a minibatch, sampled clients
 
     alpha = 0 is training alone and sends nothing, alpha = 1 is gradient descent on the average risk. `alpha` is a
@@ -61,10 +64,13 @@ class FLIX(Algorithm):
         tune=(0.1, 0.3, 0.5, 0.7, 0.9),
     )
     solver: str = setting(
-        "dgd", "solver of the shared model", options=("one-shot", "dgd", "dcgd", "diana", "sgd", "adam")
+        "dgd",
+        "solver of the shared model",
+        options=("one-shot", "dgd", "dcgd", "diana", "ef21", "scaffnew", "sgd", "adam"),
     )
     compressor: str = setting(
-        "identity", "compressor of the clients' messages: rand-K, natural, qsgd-S, ... (not for dgd)"
+        "identity",
+        "compressor of the clients' messages: rand-K, natural, qsgd-S, ..., for ef21 top-K or sign (not for dgd)",
     )
     lr: float = setting(0.0, "step size; 0 takes it from theory (not for sgd and adam)", low=0)
     start_at: str = setting(
@@ -73,7 +79,10 @@ class FLIX(Algorithm):
         options=("initial", "average"),
     )
     shift: str = setting(
-        "gradient", "first h_i of diana: G_i, sent once, or zero", options=("gradient", "zero")
+        "gradient", "first h_i of diana and ef21: G_i, sent once, or zero", options=("gradient", "zero")
+    )
+    chance: float = setting(
+        0.0, "scaffnew: chance that a local step ends the round; 0 takes it from theory", low=0, high=1
     )
     average: bool = setting(False, "deploy the mean of all x instead of the last one")
     local: str = setting(
@@ -87,14 +96,22 @@ class FLIX(Algorithm):
     theory_example: ClassVar[dict[str, Any]] = {"alpha": 0.6, "solver": "diana", "compressor": "rand-2"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", _read_alpha(self.alpha))
+        object.__setattr__(self, "alpha", read_alpha(self.alpha))
         super().__post_init__()
         one = compressor(self.compressor)
+        if self.solver == "ef21" and one.remembers:
+            one = compressor(f"{one}-plain")  # its shifts are the memory
         object.__setattr__(self, "compressor", str(one))
-        if self.solver in ("dgd", "one-shot") and self.compressor != "identity":
-            raise SettingError(f"flix: {self.solver} sends whole vectors; use dcgd or diana with {one}")
+        if self.solver in ("dgd", "one-shot", "scaffnew") and self.compressor != "identity":
+            raise SettingError(f"flix: {self.solver} sends whole vectors; use dcgd, diana or ef21 with {one}")
         if not one.unbiased and (self.solver == "diana" or (self.solver == "dcgd" and self.lr == 0)):
-            raise SettingError(f"flix: {one} is biased and has no theory; use dcgd with lr > 0, or rand-K")
+            raise SettingError(f"flix: {one} is biased; use ef21, dcgd with lr > 0, or rand-K")
+        if self.solver == "ef21" and one.unbiased and self.compressor != "identity":
+            raise SettingError(f"flix: ef21 needs a contraction, top-K or sign; use diana with {one}")
+        if self.solver == "scaffnew" and (self.alpha == "auto" or self.participation < 1 or self.average):
+            raise SettingError(
+                "flix: scaffnew needs a given alpha, all clients in every round, and its last x"
+            )
         if self.solver in ("sgd", "adam") and self.lr == 0:
             raise SettingError(f"flix: {self.solver} has no step size from theory; set lr")
         if self.solver == "one-shot" and self.alpha == "auto":
@@ -111,7 +128,8 @@ class FLIX(Algorithm):
     ) -> FLIX:
         """Return FLIX with the step size of theory, for which each client is asked for L_i and mu_i.
 
-        Without strong convexity DCGD and DIANA take a quarter of it and deploy the mean of the iterates.
+        Without strong convexity DCGD and DIANA take a quarter of it and deploy the mean of the iterates. Networks get
+        the steps for losses that are not convex, from an estimate of their smoothness.
 
         Parameters
         ----------
@@ -143,8 +161,10 @@ class FLIX(Algorithm):
         if solver not in FULL or asked.alpha == "auto":
             return asked
         mixture = asked.mixture(fed)
-        lr = theory.step(solver, mixture, asked._omega(fed.d))
-        if mixture.mu <= 0 and solver != "dgd":
+        lr = asked._theory_step(fed, mixture)
+        if solver == "scaffnew":
+            return asked.replace(lr=lr, chance=asked.chance or flix_steps.scaffnew_chance(mixture))
+        if mixture.mu <= 0 and solver in ("dcgd", "diana") and fed.model.convex:
             return asked.replace(lr=lr / 4, average=True)
         return asked.replace(lr=lr)
 
@@ -159,12 +179,15 @@ class FLIX(Algorithm):
             x=x,
             alpha=self._alphas(fed),
             smoothness=torch.full_like(self._alphas(fed), UNKNOWN),
+            convexity=torch.full_like(self._alphas(fed), UNKNOWN),
+            gap=math.inf,
             first=0.0,
             ready=False,
+            whole=False,
         )
         if self.alpha == "auto" and not fed.has_rows("validation"):
             raise SettingError("flix: alpha='auto' chooses on validation rows, and there are none; give some")
-        if self.solver == "diana":
+        if self.solver in SHIFTED:
             s = s.replace(h=torch.zeros_like(x), shifted=self.shift == "zero")
         if self.solver == "adam":
             s = s.replace(m=torch.zeros_like(x), v=torch.zeros_like(x), steps=0)
@@ -182,8 +205,10 @@ class FLIX(Algorithm):
             return self._one_shot(fed, s)
         if self.solver == "one-shot":
             return s
-        if self.solver in FULL and self.lr == 0 and (s.smoothness == UNKNOWN).all():
-            s = self._with_smoothness(s, fed.map(self.constants))
+        if self.asks and (s.convexity == UNKNOWN).all():
+            s = self._with_curvature(s, fed.map(self.constants), "smoothness", "convexity")
+        if self.solver == "scaffnew":
+            return self._skip_rounds(fed, s, t)
         s, g = self._estimate(fed, s, t)
         return self._step(fed, s, g, t)
 
@@ -194,10 +219,13 @@ class FLIX(Algorithm):
         if "own" in client.keep:
             own = client.keep.own
         else:
-            own = first if needless else self._solve(client, first)
+            how = (self.local, self.local_tol, self.local_lr, self.local_steps)
+            own = first if needless else local_minimiser(client, first, *how)
         client.keep.own = torch.where(torch.isfinite(own).all(-1, keepdim=True), own, first)
-        if self.solver == "diana":
+        if self.solver in (*SHIFTED, "scaffnew"):
             client.keep.h = torch.zeros_like(first)
+        if self.solver == "scaffnew":
+            client.keep.x = first
         if self.alpha == "auto":
             client.keep.alpha = torch.full_like(first[..., :1], 0.5)
             client.keep.visits = torch.zeros_like(first[..., :1])
@@ -220,7 +248,7 @@ class FLIX(Algorithm):
         return {"g": g, "alpha": client.keep.alpha} if self.alpha == "auto" else g
 
     def shifts(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """Return DIANA's first h_i, uncompressed."""
+        """Return the first h_i, uncompressed."""
         alpha = alpha if self.alpha != "auto" else client.keep.alpha
         client.keep.h = self._gradient(client, x, alpha)
         return client.keep.h
@@ -233,6 +261,19 @@ class FLIX(Algorithm):
         client.keep.h = client.keep.h + self._beta(x.shape[-1]) * sent
         return {"g": sent, "alpha": client.keep.alpha} if self.alpha == "auto" else sent
 
+    def descend(self, client: Client, steps: int, lr: float, alpha: Tensor | None = None) -> Tensor:
+        """Return x_i after steps x_i <- x_i - lr (G_i(x_i) - h_i)."""
+        x = client.keep.x
+        for _ in range(steps):
+            x = x - lr * (self._gradient(client, x, alpha) - client.keep.h)
+        client.keep.x = x
+        return x
+
+    def settle(self, client: Client, x: Tensor, pull: float) -> None:
+        """Go on from the mean x, and let h_i remember how far it was."""
+        client.keep.h = client.keep.h + pull * (x - client.keep.x)
+        client.keep.x = x
+
     def deploy(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         return self._mixed(client, x, client.keep.alpha if self.alpha == "auto" else self._number(alpha))
 
@@ -240,7 +281,12 @@ class FLIX(Algorithm):
         return {"x": s.mean if self.average else s.x}, self._each(s, None)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
-        return {"alpha": s.alpha} if isinstance(self.alpha, str) else {}
+        chosen = {"alpha": s.alpha} if isinstance(self.alpha, str) else {}
+        return chosen | ({"gap": torch.tensor(s.gap)} if math.isfinite(s.gap) else {})
+
+    def certificate(self, s: State) -> float:
+        """Return a bound on f~(x) - min f~, from the gradient of gradient descent; inf for other solvers."""
+        return s.gap
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sent, own = compressor(self.compressor).floats(d), int(isinstance(self.alpha, tuple))
@@ -253,40 +299,55 @@ class FLIX(Algorithm):
             "slope": (d + own, sent + report),
             "shifts": (d + own, d),
             "shifted_slope": (d + own, sent + report),
+            "descend": (2 + own, d),
+            "settle": (d + 1, 0),
         }
 
     def _one_shot(self, fed: Federation, s: State) -> State:
         r = fed.map(self.local_model)
-        s = self._with_smoothness(s, r)
+        s = self._with_curvature(s, r, "smoothness")
         if len(r) == 0:
             return s
         x = Mixture(s.alpha[r.ids], r["smoothness"], torch.zeros(len(r))).average(r["x"])
+        if self.solver == "scaffnew":
+            fed.map(self.settle, x=x, pull=0.0)
         return s.replace(x=x, ready=True, **({"mean": x} if self.average else {}))
 
     def _estimate(self, fed: Federation, s: State, t: int) -> tuple[State, Tensor]:
         """Return the state with what clients reported, and the estimate g of the gradient at x."""
         ids = fed.sample(t, self.participation)
         sent: dict[str, Any] = {"x": s.x, "to": ids, "each": self._each(s, ids)}
-        if self.solver != "diana":
+        if self.solver not in SHIFTED:
             r = fed.map(self.slope, **sent, compress=self._compress)
-            return self._with_alphas(s, r), r.mean(self._name, uniform=True)
+            return self._with_alphas(s, r).replace(whole=len(r) == fed.n), r.mean(self._name, uniform=True)
         if not s.shifted:
             r = fed.map(self.shifts, x=s.x, each=self._each(s, None))
             s = s.replace(h=r.values.sum(0) / fed.n if len(r) else s.h, shifted=True)
         r = fed.map(self.shifted_slope, **sent, compress=self.compressor)
         mean = r.mean(self._name, uniform=True)
-        g = s.h + mean
-        return self._with_alphas(s, r).replace(h=s.h + self._beta(fed.d) * mean * (len(r) / fed.n)), g
+        h = s.h + self._beta(fed.d) * mean * (len(r) / fed.n)
+        return self._with_alphas(s, r).replace(h=h), h if self.solver == "ef21" else s.h + mean
+
+    def _skip_rounds(self, fed: Federation, s: State, t: int) -> State:
+        """Take local steps until the coin, one for all clients, ends the round."""
+        mixture = self._known(s)
+        lr = self.lr or self._theory_step(fed, mixture)
+        chance = self.chance or flix_steps.scaffnew_chance(mixture)
+        draw = float(fed.uniform("coin", t, 1))
+        steps = 1 if chance >= 1 else 1 + int(math.log(max(draw, 1e-300)) / math.log1p(-chance))
+        r = fed.map(self.descend, steps=steps, lr=lr, each=self._each(s, None))
+        x = r.mean(uniform=True)
+        fed.map(self.settle, x=x, pull=chance / lr, to=r.ids)
+        return s.replace(x=x)
 
     def _step(self, fed: Federation, s: State, g: Tensor, t: int) -> State:
         """Take a step along g, or raise an error if the steps diverge."""
-        lr = self.lr or self._theory_step(fed, s)
+        mixture = self._known(s)
+        lr = self.lr or self._theory_step(fed, mixture)
         size = float(norm(g))
         first = s.first or size
         if self.solver in FULL and not size <= GROWTH * max(first, 1e-8):
-            known = self._theory_step(fed, s) or theory.step(
-                self.solver, self.mixture(fed), self._omega(fed.d)
-            )
+            known = self._theory_step(fed, mixture) or self._theory_step(fed, self.mixture(fed))
             raise SettingError(
                 f"flix: the step size lr = {lr:g} diverges: the gradient grew from {first:.2g} to {size:.2g} by "
                 f"round {t}. Theory allows {known:.3g}; leave lr at 0 to take it."
@@ -299,27 +360,38 @@ class FLIX(Algorithm):
         x = s.x - lr * g
         if self.average:
             s = s.replace(mean=(s.count * s.mean + x) / (s.count + 1), count=s.count + 1)
+        if self.solver == "dgd" and fed.model.convex and s.whole and mixture.n == fed.n:
+            s = s.replace(gap=flix_rates.running_certificate(mixture, size**2, lr))
         return s.replace(x=x, first=first)
 
-    def _theory_step(self, fed: Federation, s: State) -> float:
-        """Return the step size from the known smoothness of clients; 0 if it is unknown or zero."""
-        known = s.smoothness != UNKNOWN
-        if self.solver not in FULL or not known.any():
+    def _theory_step(self, fed: Federation, mixture: Mixture) -> float:
+        """Return the step size of theory; 0 if nothing is known or nothing curves."""
+        if self.solver not in FULL or mixture.n == 0:
             return 0.0
-        mixture = Mixture(s.alpha[known], s.smoothness[known], torch.zeros(int(known.sum())))
-        return theory.step(self.solver, mixture, self._omega(fed.d))
+        delta = compressor(self.compressor).delta(fed.d) if self.solver == "ef21" else 1.0
+        return flix_steps.step(self.solver, mixture, self._omega(fed.d), delta, fed.model.convex)
 
-    def _with_smoothness(self, s: State, r: Replies) -> State:
-        """Return the state with the smoothness that clients sent."""
+    def _known(self, s: State) -> Mixture:
+        """Return the constants of the clients that sent theirs; what was not sent of mu_i counts as 0."""
+        known = s.smoothness != UNKNOWN
+        return Mixture(s.alpha[known], s.smoothness[known], s.convexity[known].clamp(min=0.0))
+
+    def _with_curvature(self, s: State, r: Replies, *names: str) -> State:
+        """Return the state with the constants that clients sent."""
         if len(r) == 0:
             return s
-        return s.replace(smoothness=r.put(s.smoothness.unsqueeze(-1), "smoothness").squeeze(-1))
+        return s.replace(**{name: r.put(getattr(s, name).unsqueeze(-1), name).squeeze(-1) for name in names})
 
     def _with_alphas(self, s: State, r: Replies) -> State:
         """Return the state with the alphas that clients chose."""
         if self.alpha != "auto" or len(r) == 0:
             return s
         return s.replace(alpha=r.put(s.alpha.to(r["alpha"]).unsqueeze(-1), "alpha").squeeze(-1))
+
+    @property
+    def asks(self) -> bool:
+        """Whether theory has to choose, and needs the clients' constants for it."""
+        return self.solver in FULL and (self.lr == 0 or (self.solver == "scaffnew" and self.chance == 0))
 
     @property
     def _name(self) -> str:
@@ -334,7 +406,7 @@ class FLIX(Algorithm):
         return one.omega(d) if one.unbiased else 0.0
 
     def _beta(self, d: int) -> float:
-        return theory.diana_beta(self._omega(d))
+        return 1.0 if self.solver == "ef21" else flix_steps.diana_beta(self._omega(d))
 
     def _alphas(self, fed: Federation) -> Tensor:
         """Return alpha_i of every client, [n]; 1/2 if it is not chosen yet."""
@@ -361,9 +433,7 @@ class FLIX(Algorithm):
         client.keep.visits = visit
         due = (torch.log2(visit) % 1 == 0) & (visit <= CHOICES)
         if due.any():
-            tried = torch.linspace(0, 1, GRID).to(x)
-            errors = [client.error(self._mixed(client, x, a), split="validation") for a in tried]
-            best = tried[torch.cat(errors, -1).argmin(-1, keepdim=True)]
+            best = best_alpha(client, lambda a: self._mixed(client, x, a), x)
             client.keep.alpha = torch.where(due, best, client.keep.alpha)
         return client.keep.alpha
 
@@ -375,41 +445,3 @@ class FLIX(Algorithm):
         """Return G_i(x) on all rows."""
         share = self._number(alpha) if alpha is None else alpha
         return share * client.full_grad(self._mixed(client, x, share))
-
-    def _solve(self, client: Client, x: Tensor) -> Tensor:
-        if self.local == "exact":
-            try:
-                return client.solve(x, self.local_tol)
-            except CoterieError as problem:
-                remedy = "Or take local='sgd', which stops where the gradient is small or after local_steps."
-                raise SettingError(f"flix: {problem} {remedy}") from problem
-        active = torch.ones_like(x[..., :1], dtype=torch.bool)
-        for step in range(self.local_steps):
-            if step % CHECK_EVERY == 0:
-                active = active & (norm(client.full_grad(x)) > self.local_tol)
-                if not active.any():
-                    break
-            x = torch.where(active, x - self.local_lr * client.grad(x), x)
-        return x
-
-
-def _read_alpha(alpha: Any) -> Alpha:
-    """Return a number, a tuple, or 'auto'; text may list one number per client, separated by commas."""
-    if isinstance(alpha, str) and alpha != "auto":
-        parts = alpha.split(",")
-        try:
-            values = tuple(float(part) for part in parts)
-        except ValueError:
-            raise SettingError(
-                f"flix: alpha = {alpha!r} is not a number, a list of numbers, or 'auto'"
-            ) from None
-        return values[0] if len(values) == 1 else _read_alpha(values)
-    if isinstance(alpha, list | tuple | Tensor):
-        values = tuple(float(one) for one in alpha)
-        for k, one in enumerate(values):
-            if not 0.0 <= one <= 1.0:
-                raise SettingError(
-                    f"flix: alpha = {one} of client {k} is outside its range: at least 0 and at most 1"
-                )
-        return values
-    return float(alpha) if isinstance(alpha, int) else alpha

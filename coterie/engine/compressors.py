@@ -41,6 +41,10 @@ class Compressor:
         """Return the variance factor of an unbiased compressor for vectors of length d."""
         raise SettingError(f"{self} is biased, so it has no omega; theory needs an unbiased compressor")
 
+    def delta(self, d: int) -> float:
+        """Return the contraction of a biased compressor for vectors of length d: |C(x) - x|^2 <= (1 - delta) |x|^2."""
+        raise SettingError(f"{self} is not a contraction; error feedback needs top-K or sign")
+
     def floats(self, d: int) -> int:
         """Return how many numbers are sent for a vector of length d; codes count one for every 32 bits, rounded up."""
         raise NotImplementedError
@@ -92,6 +96,9 @@ class Identity(Compressor):
 
     def omega(self, d: int) -> float:
         return 0.0
+
+    def delta(self, d: int) -> float:
+        return 1.0
 
     def floats(self, d: int) -> int:
         return d
@@ -170,6 +177,10 @@ class TopK(Compressor):
 
     def check(self, d: int) -> None:
         _check_kept(self, self.k, d)
+
+    def delta(self, d: int) -> float:
+        self.check(d)
+        return self.k / d
 
     def floats(self, d: int) -> int:
         return 2 * self.k
@@ -298,6 +309,9 @@ class Sign(Compressor):
 
     def __str__(self) -> str:
         return f"sign{'' if self.feedback else '-plain'}"
+
+    def delta(self, d: int) -> float:
+        return 1.0 / d
 
     def floats(self, d: int) -> int:
         return 1 + math.ceil(d / WORD)

@@ -21,8 +21,7 @@ from coterie.engine.federation import Federation
 from coterie.experiments.flix_stacked import Array, Lane, Stack
 from coterie.experiments.spec import Experiment, shared_data
 from coterie.select.flix_runs import local_models
-from coterie.theory import flix as theory
-from coterie.theory import flix_rounds
+from coterie.theory import flix_rates, flix_steps
 from coterie.theory.flix import Mixture
 
 SIZES = {"mushrooms": None, "a6a": None, "w8a": 17_188, "ijcnn1": None}  # rows used; 17,188 as in w6a
@@ -271,7 +270,7 @@ def _loss_over_bound(curves: Curves, lane: Lane) -> float:
     mixture, j = curves.problem.at(lane.alpha), curves.lanes.index(lane)
     gap = curves.loss[:, j] - curves.loss[:, j].min()
     seen = gap > 1e-10 * gap[0]
-    bound = gap[0] * flix_rounds.dgd_rate(mixture) ** curves.rounds
+    bound = gap[0] * flix_rates.dgd_rate(mixture) ** curves.rounds
     return float((gap / bound)[seen].max())
 
 
@@ -283,14 +282,14 @@ def over_bound(curves: Curves, distance: Array, lane: Lane) -> float:
     problem, omega = curves.problem, curves.problem.fed.d / lane.k - 1.0
     mixture, errors = problem.at(lane.alpha), distance[:, curves.lanes.index(lane)]
     if curves.solver == "diana":
-        gamma, beta = theory.diana_step(mixture, omega), theory.diana_beta(omega)
+        gamma, beta = flix_steps.diana_step(mixture, omega), flix_steps.diana_beta(omega)
         scale = 1 + 4 * gamma**2 * omega / (mixture.n * beta) * float(mixture.curvatures.max()) ** 2
-        bound = scale * flix_rounds.diana_rate(mixture, omega) ** curves.rounds
+        bound = scale * flix_rates.diana_rate(mixture, omega) ** curves.rounds
     else:
         best = problem.minimiser(lane.alpha)
-        floor = flix_rounds.dcgd_floor(mixture, omega, problem.derivatives(lane.alpha, best)[0])
+        floor = flix_rates.dcgd_floor(mixture, omega, problem.derivatives(lane.alpha, best)[0])
         start = float((problem.x0 - best).square().sum())
-        bound = (1 - theory.dcgd_step(mixture, omega) * mixture.mu) ** curves.rounds + floor / start
+        bound = (1 - flix_steps.dcgd_step(mixture, omega) * mixture.mu) ** curves.rounds + floor / start
         quarters = [pair.mean(-1) for pair in np.array_split(np.stack([errors, bound]), 4, axis=-1)]
         return max(float(error / allowed) for error, allowed in quarters)
     return float((errors / bound)[errors > ROUNDING].max())

@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie._core import randomness
 from coterie.engine.encoding import encoding_keys
 from coterie.engine.federation import Federation
-from coterie.theory import flix as theory
+from coterie.theory import flix_steps
 from coterie.theory.flix import Mixture
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -101,7 +101,7 @@ class Stack:
     def _lr(self, solver: str, lane: Lane) -> float:
         """Return the step size of a run."""
         mixture = Mixture.equal(lane.alpha, self.constants.smoothness, self.constants.convexity)
-        return theory.step(solver, mixture, self.fed.d / lane.k - 1.0)
+        return flix_steps.step(solver, mixture, self.fed.d / lane.k - 1.0)
 
     def _gradients(self, alpha: Array, x: Array) -> Array:
         """Return G_i [n, d, runs] at x [d, runs]."""

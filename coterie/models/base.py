@@ -408,6 +408,9 @@ class Model:
     has_hessian: ClassVar[bool] = False
     """True if `hessian` is implemented, as for generalised linear models."""
 
+    convex: ClassVar[bool] = False
+    """True if `loss` is convex and `smoothness` bounds its curvature everywhere, which certificates rest on."""
+
     def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return the Hessian of `loss`.
 

@@ -258,6 +258,7 @@ class Logistic(Glm):
 
     name: ClassVar[str] = "logistic"
     curvature: ClassVar[float] = 0.25
+    convex: ClassVar[bool] = True
 
     @property
     def task(self) -> str:
@@ -303,6 +304,7 @@ class Softmax(Glm):
 
     name: ClassVar[str] = "softmax"
     curvature: ClassVar[float] = 0.5
+    convex: ClassVar[bool] = True
 
     @property
     def outputs(self) -> int:

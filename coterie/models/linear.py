@@ -22,6 +22,7 @@ class Linear(Glm):
 
     name: ClassVar[str] = "linear"
     curvature: ClassVar[float] = 1.0
+    convex: ClassVar[bool] = True
     has_statistics: ClassVar[bool] = True
 
     @property

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm
-from coterie.algorithms.flix import FLIX, FULL
+from coterie.algorithms.flix import FLIX, SHIFTED
 from coterie.engine.client import Client
 from coterie.engine.compressors import compressor
 from coterie.engine.federation import Federation
 from coterie.select.flix_runs import states
-from coterie.theory import flix as theory
-from coterie.theory import flix_rounds
+from coterie.theory import flix, flix_rates, flix_rounds, flix_steps
 from coterie.theory.flix import Mixture
 
+PLAIN = 8  # bytes of a plain number in a message
 ALPHAS = tuple(k / 20 for k in range(21))
+PLANNED = ("dgd", "diana", "ef21", "scaffnew")  # solvers with a rate to a target
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class BudgetPlan:
     Attributes
     ----------
     algorithm
-        FLIX with the chosen alpha and step size, ready for `coterie.fit`.
+        FLIX with the chosen alpha and step sizes, ready for `coterie.fit`.
     alpha, rounds, megabytes
         The choice and its cost; `rounds` includes the one-shot average.
     target
@@ -146,9 +147,9 @@ def plan(
         Budget in communication rounds, or in megabytes up and down of all clients together. Without a budget the
         plan is for alpha = 1.
     solver
-        "dgd", for which the promise is certain, or "diana", for which it holds in expectation.
+        "dgd" or "ef21", for which the promise is certain, or "diana" or "scaffnew", for which it holds in expectation.
     encoding
-        Compressor for diana, such as "rand-3".
+        Compressor: for diana such as "rand-3", for ef21 such as "top-3".
     **local
         Settings of FLIX for the local models.
 
@@ -172,8 +173,13 @@ def plan(
     (0.15, 8)
     >>> run = coterie.fit(fed, chosen.algorithm, rounds=chosen.rounds)
     """
-    if solver not in ("dgd", "diana"):
-        raise SettingError(f"plan: no rate to a target for solver {solver!r}; choose dgd or diana")
+    if solver not in PLANNED:
+        raise SettingError(f"plan: no rate to a target for solver {solver!r}; choose {', '.join(PLANNED)}")
+    if not fed.model.convex:
+        raise SettingError(
+            f"plan: {type(fed.model).__name__} has no certificates: they need a convex loss, and a mixture of "
+            "networks may be worse than both. Train for a number of rounds and look at validation rows."
+        )
     if not target > 0:
         raise SettingError(f"plan: the target accuracy is {target}; it must be positive")
     if rounds is not None and rounds < 1:
@@ -181,7 +187,7 @@ def plan(
     settings = {"solver": solver, "compressor": encoding, "start_at": "average", **local}
     model = FLIX(alpha=1.0, **settings)
     if megabytes is not None:
-        affordable = rounds_within(model.replace(lr=1.0), fed, 1e6 * megabytes)
+        affordable = rounds_within(model.replace(lr=1.0, chance=1.0), fed, 1e6 * megabytes)
         rounds = affordable if rounds is None else min(rounds, affordable)
     constants = survey(fed, **local)
     options = tuple(_option(fed, constants, alpha, target, settings) for alpha in constants.certificates)
@@ -190,10 +196,10 @@ def plan(
     if best.rounds is None:
         raise SettingError(f"plan: {flix_rounds.NOT_STRONGLY_CONVEX}")
     mixture = Mixture.equal(best.alpha, constants.smoothness, constants.convexity)
-    lr = theory.step(solver, mixture, _omega(encoding, fed.d))
+    lr = flix_steps.step(solver, mixture, *_quality(solver, encoding, fed.d))
     mean_l, mean_mu = float(constants.smoothness.mean()), float(constants.convexity.mean())
     return BudgetPlan(
-        algorithm=FLIX(alpha=best.alpha, lr=lr, **settings),
+        algorithm=FLIX(alpha=best.alpha, lr=lr, **settings, **_chance(solver, mixture)),
         alpha=best.alpha,
         rounds=best.rounds,
         megabytes=best.megabytes or 0.0,
@@ -207,26 +213,35 @@ def plan(
     )
 
 
+def _chance(solver: str, mixture: Mixture) -> dict[str, float]:
+    return {"chance": flix_steps.scaffnew_chance(mixture)} if solver == "scaffnew" else {}
+
+
 def _option(
     fed: Federation, constants: ClientConstants, alpha: float, target: float, settings: dict[str, Any]
 ) -> AlphaOption:
     """Return what an alpha guarantees after the one-shot round, and what the target costs."""
     mixture = Mixture.equal(alpha, constants.smoothness, constants.convexity)
-    bound = theory.one_shot_bound(mixture, constants.spread)
+    bound = flix.one_shot_bound(mixture, constants.spread)
     gap = min(constants.certificates[alpha], bound)
     if alpha == 0.0:
         return AlphaOption(0.0, 0.0, 0.0, 0, 0.0)
     if mixture.mu <= 0 and gap > target:
         return AlphaOption(alpha, gap, bound, None, None)
-    steps = steps_needed(mixture, settings["solver"], _omega(settings["compressor"], fed.d), gap, target)
-    size = cost(FLIX(alpha=alpha, lr=1.0, **settings), fed, steps + 1)
+    quality = _quality(settings["solver"], settings["compressor"], fed.d)
+    steps = steps_needed(mixture, settings["solver"], *quality, gap, target)
+    size = cost(FLIX(alpha=alpha, lr=1.0, chance=1.0, **settings), fed, steps + 1)
     return AlphaOption(alpha, gap, bound, steps + 1, size / 1e6)
 
 
-def steps_needed(mixture: Mixture, solver: str, omega: float, gap: float, target: float) -> int:
-    """Return the number of gradient steps that theory needs from a point with this gap to the target."""
+def steps_needed(mixture: Mixture, solver: str, omega: float, delta: float, gap: float, target: float) -> int:
+    """Return the number of rounds that theory needs from a point with this gap to the target."""
     if solver == "diana":
         return flix_rounds.diana_rounds(mixture, omega, gap, target)
+    if solver == "ef21":
+        return flix_rounds.ef21_rounds(mixture, delta, gap, target)
+    if solver == "scaffnew":
+        return flix_rounds.scaffnew_rounds(mixture, gap, target)
     return flix_rounds.dgd_rounds(mixture, gap, target)
 
 
@@ -249,10 +264,10 @@ def measure(fed: Federation, chosen: BudgetPlan, rounds: int) -> tuple[list[floa
         theory makes exact to a thousandth of the last bound.
     """
     solver, method = chosen.algorithm.solver, chosen.algorithm
-    mixture, omega = method.mixture(fed), _omega(method.compressor, fed.d)
-    bound = flix_rounds.gap_bounds(solver, mixture, omega, chosen.certificate, rounds)
+    mixture, quality = method.mixture(fed), _quality(solver, method.compressor, fed.d)
+    bound = flix_rates.gap_bounds(solver, mixture, *quality, chosen.certificate, rounds)
     enough = flix_rounds.dgd_rounds(mixture, max(bound[0], 1e-300), max(1e-3 * bound[-1], 1e-15))
-    descent = method.replace(solver="dgd", compressor="identity", lr=theory.dgd_step(mixture))
+    descent = method.replace(solver="dgd", compressor="identity", lr=flix_steps.dgd_step(mixture))
     exact = mixed_losses(fed, descent, enough + 1)
     curve = mixed_losses(fed, method, rounds)
     least = min(exact + curve)
@@ -283,12 +298,15 @@ def cost(algorithm: FLIX, fed: Federation, rounds: int) -> int:
     total, left = 0, rounds
     if algorithm.solver == "one-shot" or algorithm.start_at == "average":
         total, left = n * (d + 1) * number, rounds - 1
+        total += n * (d * number + PLAIN) if algorithm.solver == "scaffnew" else 0
     if algorithm.solver == "one-shot" or left < 1:
         return total
     own, report = int(isinstance(algorithm.alpha, tuple)), int(algorithm.alpha == "auto")
-    if algorithm.solver in FULL and algorithm.lr == 0 and algorithm.start_at != "average":
+    if algorithm.asks:
         total += 2 * n * number
-    if algorithm.solver == "diana" and algorithm.shift == "gradient":
+    if algorithm.solver == "scaffnew":
+        return total + left * n * ((2 * d + own) * number + 3 * PLAIN)
+    if algorithm.solver in SHIFTED and algorithm.shift == "gradient":
         total += n * (2 * d + own) * number
     asked = n if algorithm.participation >= 1 else max(1, round(algorithm.participation * n))
     sent = compressor(algorithm.compressor).size(d, fed.dtype)
@@ -315,6 +333,6 @@ def rounds_within_budget(algorithm: Algorithm, fed: Federation, megabytes: float
     return rounds_within(algorithm, fed, 1e6 * megabytes)
 
 
-def _omega(text: str, d: int) -> float:
-    """Return the variance parameter of a compressor by name."""
-    return compressor(text).omega(d)
+def _quality(solver: str, text: str, d: int) -> tuple[float, float]:
+    """Return omega and delta of a compressor by name; where a solver does not need one, that of sending everything."""
+    return (0.0, compressor(text).delta(d)) if solver == "ef21" else (compressor(text).omega(d), 1.0)

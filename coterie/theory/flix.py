@@ -1,9 +1,9 @@
-"""FLIX in theory: constants of the mixed problem, bounds for the one-shot average, and step sizes.
+"""FLIX in theory: constants of the mixed problem, and bounds for the one-shot average.
 
 Gasanov, Khaled, Horvath, Richtarik, "FLIX: A Simple and Communication-Efficient Alternative to Local Methods
 in Federated Learning" (AISTATS 2022), with the constants corrected: distances between local models enter
 squared. FLIX minimises f~(x) = mean f_i(alpha_i x + (1 - alpha_i) x_i), x_i being client i's own minimiser.
-`flix_rounds` has rates and rounds.
+`flix_steps` has step sizes, `flix_rounds` rates and rounds.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ class Mixture:
     def L(self) -> float:
         """L_alpha, the mean of alpha_i^2 L_i."""
         return float(self.curvatures.mean())
+
+    @property
+    def L_rms(self) -> float:
+        """Root mean square of alpha_i^2 L_i, which stands for L_alpha where losses are not convex."""
+        return float(self.curvatures.square().mean().sqrt())
 
     @property
     def mu(self) -> float:
@@ -242,142 +247,3 @@ def stationary_alpha(eps: float, smoothness: Tensor, spread: float) -> float:
     """
     scale = float(smoothness.double().square().mean()) * spread
     return 1.0 if scale <= eps**2 else (eps**2 / scale) ** 0.25
-
-
-def dgd_step(mixture: Mixture) -> float:
-    """Return the step size of distributed gradient descent, 1 / L_alpha.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix
-    >>> flix.dgd_step(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)))
-    1.0
-    """
-    return _inverse(mixture.L)
-
-
-def dcgd_step(mixture: Mixture, omega: float) -> float:
-    """Return DCGD's step size, 1 / (L_alpha + 2 omega max_i(alpha_i^2 L_i) / n).
-
-    Parameters
-    ----------
-    mixture
-        Constants of the problem.
-    omega
-        Variance factor of the compressor.
-
-    Returns
-    -------
-    float
-        The step size.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix
-    >>> flix.dcgd_step(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=1.0)
-    0.5
-    """
-    return _inverse(mixture.L + 2.0 * omega * float(mixture.curvatures.max()) / mixture.n)
-
-
-def diana_step(mixture: Mixture, omega: float) -> float:
-    """Return DIANA's step size, 1 / (L_alpha + 6 omega max_i(alpha_i^2 L_i) / n).
-
-    Parameters
-    ----------
-    mixture
-        Constants of the problem.
-    omega
-        Variance factor of the compressor.
-
-    Returns
-    -------
-    float
-        The step size.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix
-    >>> flix.diana_step(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=1.0)
-    0.25
-    """
-    return _inverse(mixture.L + 6.0 * omega * float(mixture.curvatures.max()) / mixture.n)
-
-
-def diana_beta(omega: float) -> float:
-    """Return the step size of DIANA's shifts, 1 / (1 + omega).
-
-    Examples
-    --------
-    >>> from coterie.theory import flix
-    >>> flix.diana_beta(omega=3.0)
-    0.25
-    """
-    return 1.0 / (1.0 + omega)
-
-
-def diana_step_nonconvex(mixture: Mixture, omega: float) -> float:
-    """Return DIANA's step size for losses that are not convex.
-
-    It has the root mean square of alpha_i^2 L_i, because Jensen's inequality rules out L_alpha.
-
-    Parameters
-    ----------
-    mixture
-        Constants of the problem.
-    omega
-        Variance factor of the compressor.
-
-    Returns
-    -------
-    float
-        The step size.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix
-    >>> round(flix.diana_step_nonconvex(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), 1.0), 4)
-    0.2236
-    """
-    rms = float(mixture.curvatures.square().mean().sqrt())
-    eta = (1.0 + omega) * omega * (1.0 + 2.0 * (1.0 + omega)) / mixture.n
-    first = math.inf if eta == 0 else 0.5 / math.sqrt(eta)
-    return _inverse(rms) * min(first, 2.0 / (math.sqrt(1.0 + 8.0 * eta) + 1.0))
-
-
-def step(solver: str, mixture: Mixture, omega: float) -> float:
-    """Return the step size of a solver on a strongly convex problem.
-
-    Parameters
-    ----------
-    solver
-        "dgd", "dcgd" or "diana".
-    mixture
-        Constants of the problem.
-    omega
-        Variance factor of the compressor.
-
-    Returns
-    -------
-    float
-        The step size.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix
-    >>> flix.step("dgd", flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=0.0)
-    1.0
-    """
-    if solver == "dcgd":
-        return dcgd_step(mixture, omega)
-    return diana_step(mixture, omega) if solver == "diana" else dgd_step(mixture)
-
-
-def _inverse(value: float) -> float:
-    """Return 1 / value, and 0 for 0: where nothing curves (alpha = 0) nothing moves."""
-    return 1.0 / value if value > 0 else 0.0

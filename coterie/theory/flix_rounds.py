@@ -1,63 +1,18 @@
-"""FLIX in theory: rates of its solvers, rounds until an accuracy, and the personalisation that a budget allows.
-
-Gasanov, Khaled, Horvath, Richtarik, "FLIX: A Simple and Communication-Efficient Alternative to Local Methods
-in Federated Learning" (AISTATS 2022), with DCGD's neighbourhood corrected: it has the cube of the smoothness. `flix`
-has the constants and step sizes.
-"""
+"""FLIX in theory: rounds until an accuracy, and the personalisation that a budget allows; see `flix_rates`."""
 
 from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from coterie._core.errors import SettingError
-from coterie.theory.flix import Mixture, dcgd_step, dgd_step, diana_beta, diana_step, one_shot_alpha
+from coterie.theory.flix import Mixture, one_shot_alpha
+from coterie.theory.flix_rates import dgd_rate, diana_rate, diana_scale, ef21_rate, scaffnew_rate
+from coterie.theory.flix_steps import scaffnew_chance, scaffnew_step
 
 NOT_STRONGLY_CONVEX = (
     "the number of rounds needs strongly convex local losses: set l2 > 0 (and no free intercept), or plan without "
     "a target"
 )
-
-
-def dgd_rate(mixture: Mixture) -> float:
-    """Return the factor by which gradient descent shrinks the gap every round, 1 - mu_alpha / L_alpha.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix, flix_rounds
-    >>> flix_rounds.dgd_rate(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)))
-    0.75
-    """
-    return 1.0 - mixture.mu * dgd_step(mixture)
-
-
-def diana_rate(mixture: Mixture, omega: float) -> float:
-    """Return the factor by which DIANA shrinks its Lyapunov function in expectation.
-
-    max(1 - gamma mu_alpha, 1 - beta / 2), with gamma from `diana_step` and beta from `diana_beta`.
-
-    Parameters
-    ----------
-    mixture
-        Constants of the problem.
-    omega
-        Variance factor of the compressor.
-
-    Returns
-    -------
-    float
-        The factor per round.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix, flix_rounds
-    >>> flix_rounds.diana_rate(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=1.0)
-    0.9375
-    """
-    return max(1.0 - diana_step(mixture, omega) * mixture.mu, 1.0 - 0.5 * diana_beta(omega))
 
 
 def dgd_rounds(mixture: Mixture, gap: float, eps: float) -> int:
@@ -119,99 +74,72 @@ def diana_rounds(mixture: Mixture, omega: float, gap: float, eps: float) -> int:
     return _rounds(max(gap, diana_scale(mixture, omega, gap)), eps, diana_rate(mixture, omega), mixture)
 
 
-def diana_scale(mixture: Mixture, omega: float, gap: float) -> float:
-    """Return the scale of DIANA's bound: its expected gap after k rounds is at most scale * rate^k.
-
-    |x - x*|^2 <= 2 gap / mu and mean |h_i - G_i(x*)|^2 <= 2 max_i(alpha_i^2 L_i) gap bound the Lyapunov function
-    |x - x*|^2 + 4 gamma^2 omega / (n beta) mean |h_i - G_i(x*)|^2, and f~ - min f~ <= L_alpha / 2 |x - x*|^2.
+def ef21_rounds(mixture: Mixture, delta: float, gap: float, eps: float) -> int:
+    """Return the rounds after which EF21, its g_i started at the gradients, is eps-accurate.
 
     Parameters
     ----------
     mixture
         Constants of the problem.
-    omega
-        Variance factor of the compressor.
+    delta
+        Contraction of the compressor.
     gap
         f~(x) - min f~ at the start.
+    eps
+        Accuracy of f~.
 
     Returns
     -------
-    float
-        The scale.
+    int
+        Number of rounds.
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory import flix, flix_rounds
-    >>> flix_rounds.diana_scale(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=0.0, gap=1.0)
-    4.0
+    >>> mixture = flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2))
+    >>> flix_rounds.ef21_rounds(mixture, 0.5, gap=1.0, eps=1e-3)
+    119
     """
-    gamma, beta = diana_step(mixture, omega), diana_beta(omega)
-    shifts = 2.0 * float(mixture.curvatures.max()) * gap
-    energy = 2.0 * gap / mixture.mu + 4.0 * gamma**2 * omega / (mixture.n * beta) * shifts
-    return 0.5 * mixture.L * energy
+    return _rounds(gap, eps, ef21_rate(mixture, delta), mixture)
 
 
-def gap_bounds(solver: str, mixture: Mixture, omega: float, gap: float, rounds: int) -> list[float]:
-    """Bound the gap after 0, 1, ..., rounds - 1 steps of gradient descent, or of DIANA in expectation.
+def scaffnew_rounds(mixture: Mixture, gap: float, eps: float) -> int:
+    """Return the expected number of rounds in which Scaffnew takes the local steps that make it eps-accurate.
+
+    mean |x_i - x*|^2 + (lr / chance)^2 mean |h_i - G_i(x*)|^2 shrinks by `scaffnew_rate` with every local step. It
+    starts at most at 2 gap / mu_alpha + 2 (lr / chance)^2 max_i(alpha_i^2 L_i) gap, if h_i = 0 and `gap` bounds mean
+    f_i(T_i(x)) - f_i(x_i); and f~ - min f~ is at most L_alpha / 2 times its first term. Accuracy is in expectation.
 
     Parameters
     ----------
-    solver
-        "dgd" or "diana".
     mixture
         Constants of the problem.
-    omega
-        Variance factor of the compressor.
     gap
-        f~(x) - min f~ at the start.
-    rounds
-        How many bounds to return.
+        Certificate at the start: mean f_i(T_i(x)) - f_i(x_i).
+    eps
+        Accuracy of f~.
 
     Returns
     -------
-    list of float
-        One bound per number of steps.
+    int
+        Number of rounds.
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory import flix, flix_rounds
-    >>> flix_rounds.gap_bounds("dgd", flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), 0.0, 1.0, 3)
-    [1.0, 0.75, 0.5625]
+    >>> mixture = flix.Mixture.equal(0.5, torch.tensor([400.0, 400.0]), torch.ones(2))
+    >>> flix_rounds.scaffnew_rounds(mixture, gap=1.0, eps=1e-3), flix_rounds.dgd_rounds(mixture, gap=1.0, eps=1e-3)
+    (272, 2760)
     """
-    if solver != "diana" or gap == 0:
-        return [gap * dgd_rate(mixture) ** k for k in range(rounds)]
-    scale, rate = diana_scale(mixture, omega, gap), diana_rate(mixture, omega)
-    return [gap, *(scale * rate**k for k in range(1, rounds))]
-
-
-def dcgd_floor(mixture: Mixture, omega: float, grads: Tensor) -> float:
-    """Bound DCGD's E|x - x*|^2 in the long run by 2 gamma / (mu n) mean omega |G_i(x*)|^2.
-
-    Parameters
-    ----------
-    mixture
-        Constants of the problem.
-    omega
-        Variance factor of the compressor.
-    grads
-        Gradients G_i(x*) of the clients' terms at the minimiser, [n, d].
-
-    Returns
-    -------
-    float
-        The bound.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory import flix, flix_rounds
-    >>> flix_rounds.dcgd_floor(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), 1.0, torch.ones(2, 3))
-    6.0
-    """
-    noise = omega * float(grads.double().square().sum(-1).mean())
-    return 2.0 * dcgd_step(mixture, omega) / (mixture.mu * mixture.n) * noise
+    chance, step = scaffnew_chance(mixture), scaffnew_step(mixture)
+    rate = scaffnew_rate(mixture, chance)
+    if mixture.mu <= 0 or gap <= eps or rate >= 1:
+        return _rounds(gap, eps, 1.0, mixture)
+    shifts = 2.0 * (step / chance) ** 2 * float(mixture.curvatures.max()) * gap
+    scale = 0.5 * mixture.L * (2.0 * gap / mixture.mu + shifts)
+    return math.ceil(chance * _rounds(max(gap, scale), eps, rate, mixture))
 
 
 def rounds_for_alpha(alpha: float, eps: float, smoothness: float, convexity: float, spread: float) -> int:

@@ -16,7 +16,7 @@ from coterie.engine.compressors import compressor
 from coterie.select.flix_runs import states
 from coterie.select.plan import cost, mixed_losses, rounds_within
 from coterie.theory import flix as theory
-from coterie.theory import flix_rounds
+from coterie.theory import flix_rates, flix_rounds, flix_steps
 
 ALPHAS = (0.1, 0.5, 1.0)
 
@@ -132,7 +132,7 @@ def test_gradient_descent_obeys_its_rate_from_the_one_shot_average_for_every_rou
         gaps = torch.tensor(mixed_losses(fed, algorithm, 200), dtype=torch.float64)
         gaps = gaps - gaps.min()
         mixture = algorithm.mixture(fed)
-        bound = gaps[0] * flix_rounds.dgd_rate(mixture) ** torch.arange(len(gaps)).double()
+        bound = gaps[0] * flix_rates.dgd_rate(mixture) ** torch.arange(len(gaps)).double()
         assert (gaps <= bound * (1 + 1e-9) + 1e-14).all()
         own = own_models(iterates(fed, algorithm, 1)[1])
         assert gaps[0] <= theory.one_shot_bound(mixture, mixture.spread(own))
@@ -172,7 +172,7 @@ def test_diana_converges_where_dcgd_stalls_below_its_floor(logistic):
         xs, _ = iterates(fed, FLIX.from_theory(fed, 0.5, solver, "rand-3", local_tol=1e-12), 500)
         errors[solver] = (xs - best).square().sum(-1)
     assert errors["diana"][-1] < 1e-18
-    floor = flix_rounds.dcgd_floor(probe.mixture(fed), compressor("rand-3").omega(fed.d), at_best)
+    floor = flix_rates.dcgd_floor(probe.mixture(fed), compressor("rand-3").omega(fed.d), at_best)
     assert 1e-6 < errors["dcgd"][-200:].mean() <= floor
 
 
@@ -183,9 +183,9 @@ def test_diana_obeys_its_bound_in_the_mean(logistic):
     best = iterates(fed, FLIX.from_theory(fed, alpha=0.7, local_tol=1e-11), 200)[0][-1]
     runs = [(iterates(fed.fresh(seed), algorithm, 150)[0] - best).square().sum(-1) for seed in range(4)]
     mean = torch.stack(runs).mean(0)
-    curvature, beta = float(mixture.curvatures.max()), theory.diana_beta(omega)
+    curvature, beta = float(mixture.curvatures.max()), flix_steps.diana_beta(omega)
     scale = 1 + 4 * algorithm.lr**2 * omega / (fed.n * beta) * curvature**2
-    bound = scale * mean[0] * flix_rounds.diana_rate(mixture, omega) ** torch.arange(151).double()
+    bound = scale * mean[0] * flix_rates.diana_rate(mixture, omega) ** torch.arange(151).double()
     assert (mean <= bound).all()
     gap = 0.5 * mixture.L * float(mean[0])
     for eps in (1e-4, 1e-8):
@@ -247,6 +247,10 @@ SETTINGS = [
     {"solver": "dcgd", "compressor": "qsgd-2"},
     {"solver": "diana", "compressor": "rand-2"},
     {"solver": "diana", "compressor": "natural", "shift": "zero", "start_at": "average"},
+    {"solver": "ef21", "compressor": "top-1"},
+    {"solver": "ef21", "compressor": "sign", "shift": "zero", "start_at": "average"},
+    {"solver": "scaffnew"},
+    {"solver": "scaffnew", "lr": 0.1, "chance": 0.5, "start_at": "average", "alpha": (0.2,) * 6},
     {"solver": "sgd", "lr": 0.1, "participation": 0.5, "compressor": "top-1"},
     {"solver": "adam", "lr": 0.1, "participation": 0.34},
 ]

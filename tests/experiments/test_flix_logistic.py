@@ -20,7 +20,7 @@ from coterie.experiments.flix_logistic import (
 from coterie.experiments.flix_stacked import Lane
 from coterie.experiments.jobs import load
 from coterie.select.flix_runs import states
-from coterie.theory import flix_rounds
+from coterie.theory import flix_rates
 
 ALPHAS = (0.1, 0.5, 1.0)
 
@@ -51,7 +51,7 @@ def test_rates_are_free_of_alpha_theorems_hold_and_diana_goes_on_where_dcgd_stal
         assert max(values) - min(values) <= 2e-3 and max(values) / min(values) <= 1.01
         logs = np.log(values)
         assert logs.min() / logs.max() <= 1.01
-    assert max(factors[20]) <= flix_rounds.diana_rate(
+    assert max(factors[20]) <= flix_rates.diana_rate(
         problem.at(0.5), compressor("rand-20").omega(problem.fed.d)
     )
     for lane in lanes[::2]:
@@ -60,7 +60,7 @@ def test_rates_are_free_of_alpha_theorems_hold_and_diana_goes_on_where_dcgd_stal
         assert over_bound(diana, reached, lane) <= 1 and over_bound(dcgd, stalled, lane) <= 1
     whole = [j for j, lane in enumerate(lanes) if lane.k == problem.fed.d]
     gaps = diana.loss[:, whole] - diana.loss[:, whole].min(0)
-    bound = gaps[0] * flix_rounds.dgd_rate(problem.at(0.5)) ** diana.rounds[:, None]
+    bound = gaps[0] * flix_rates.dgd_rate(problem.at(0.5)) ** diana.rounds[:, None]
     assert (gaps <= bound * (1 + 1e-9) + 1e-14).all()
 
 

@@ -10,8 +10,7 @@ from coterie.algorithms.flix import FLIX
 from coterie.experiments.flix_logistic import Curves, Problem, factor
 from coterie.experiments.flix_stacked import Lane, Stack
 from coterie.select.flix_runs import local_models, states
-from coterie.theory import flix as theory
-from coterie.theory import flix_rounds
+from coterie.theory import flix_rates, flix_steps
 
 ALPHAS = (0.1, 0.5, 1.0)
 
@@ -85,7 +84,7 @@ def test_the_rate_of_diana_is_the_same_for_every_alpha():
         errors = np.square(curves.x[:, j] - problem.minimiser(alpha).numpy()).sum(-1)
         assert errors[-1] < 1e-12 * errors[0]
         factors.append(factor(curves.rounds, errors / errors[0]))
-        assert factors[-1] <= flix_rounds.diana_rate(problem.at(alpha), 3.0)
+        assert factors[-1] <= flix_rates.diana_rate(problem.at(alpha), 3.0)
     assert max(factors) / min(factors) <= 1.01
 
 
@@ -96,7 +95,7 @@ def stationary(problem: Problem, alpha: float, k: int) -> tuple[float, float]:
     """
     (n, d), best = problem.own.shape, problem.minimiser(alpha)
     slopes, bends = problem.derivatives(alpha, best)
-    step = theory.dcgd_step(problem.at(alpha), d / k - 1)
+    step = flix_steps.dcgd_step(problem.at(alpha), d / k - 1)
     kept = torch.eye(d, dtype=torch.float64) - step * bends.mean(0)
     diagonal, beside = d / k - 1, d * (k - 1) / (k * (d - 1)) - 1
 
@@ -124,7 +123,7 @@ def floors(problem: Problem, k: int, rounds: int) -> list[tuple[float, float, fl
         gap = float((curves.loss[late, j] - least).mean())
         predicted = stationary(problem, alpha, k)
         slopes = problem.derivatives(alpha, best)[0]
-        bound = flix_rounds.dcgd_floor(problem.at(alpha), problem.fed.d / k - 1, slopes)
+        bound = flix_rates.dcgd_floor(problem.at(alpha), problem.fed.d / k - 1, slopes)
         found.append((distance, gap / alpha**2, predicted[0], predicted[1] / alpha**2, bound))
     return found
 
@@ -143,7 +142,7 @@ def test_the_floor_of_dcgd_is_the_one_of_its_linear_recursion_and_changes_with_a
     found = floors(problem, 3, 3000)
     check_floors(found, 0.1)
     assert max(row[0] for row in found) > 1.1 * min(row[0] for row in found)
-    steps = [theory.dcgd_step(problem.at(alpha), 3.0) * problem.at(alpha).mu for alpha in ALPHAS]
+    steps = [flix_steps.dcgd_step(problem.at(alpha), 3.0) * problem.at(alpha).mu for alpha in ALPHAS]
     assert max(steps) - min(steps) <= 1e-15
 
 

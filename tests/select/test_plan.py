@@ -11,7 +11,7 @@ from coterie._core.errors import SettingError
 from coterie.report.budget import plan_plot
 from coterie.select.plan import cost, measure, mixed_losses, plan, rounds_within, survey
 from coterie.theory import flix as theory
-from coterie.theory import flix_rounds
+from coterie.theory import flix_rounds, flix_steps
 from coterie.theory.flix import Mixture
 
 
@@ -49,7 +49,7 @@ def test_over_random_federations_the_plan_is_never_short_and_the_certificate_is_
         target = gap * (0.1, 0.01, 1e-3)[seed % 3]
         promised = flix_rounds.dgd_rounds(mixture, gap, target)
         algorithm = coterie.algorithms.FLIX(
-            alpha=alpha, lr=theory.dgd_step(mixture), start_at="average", local_tol=1e-10
+            alpha=alpha, lr=flix_steps.dgd_step(mixture), start_at="average", local_tol=1e-10
         )
         curve = torch.tensor(mixed_losses(fed, algorithm, promised + 1), dtype=torch.float64)
         trial = fed.fresh()
