@@ -23,7 +23,8 @@ class CountPredictor(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).exp()
+        scores: Tensor = self.linear(x)
+        return scores.exp()
 
 
 def _check_counts(y: Tensor) -> None:

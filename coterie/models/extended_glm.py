@@ -83,6 +83,19 @@ class ExtendedGlm(Glm):
         data = (x.double(), y.double(), weight.double())
         return prox_lbfgs(self.loss, self.grad, w.double(), data, tol, prox, _STEPS).to(w.dtype)
 
+    def design(self, x: Tensor) -> Tensor:
+        """Return rows as the matrices [..., B, 1 + E, d] that map w to a row's predictor and the extras."""
+        found = x.new_zeros(*x.shape[:-1], 1 + self.extras, self.d)
+        found[..., 0, : self.columns] = x
+        found[..., 1:, self.columns :] = torch.eye(self.extras, dtype=x.dtype, device=x.device)
+        return found
+
+    def row_derivatives(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = self.row_loss(
+            scores[..., 0, :], scores[..., 1:, :], y.to(scores.dtype).expand(scores[..., 0, :].shape)
+        )
+        return loss, *self._at(scores, y)
+
     def _split(self, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return predictors z [..., B] and the extras as they are for each row [..., E, B]."""
         z = (self._table(w) @ x.mT).squeeze(-2)
@@ -98,10 +111,14 @@ class ExtendedGlm(Glm):
     def _derivatives(self, w: Tensor, x: Tensor, y: Tensor, *, second: bool) -> tuple[Tensor, Tensor]:
         """Return first [..., 1 + E, B] and second [..., 1 + E, 1 + E, B] derivatives of each row's loss."""
         z, extras = self._split(w, x)
-        point = torch.cat([z.unsqueeze(-2), extras], -2).detach()
+        return self._at(torch.cat([z.unsqueeze(-2), extras], -2), y, second=second)
+
+    def _at(self, point: Tensor, y: Tensor, *, second: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of row losses at predictors and extras [..., 1 + E, B]."""
+        y = y.to(point.dtype).expand(point[..., 0, :].shape)
         with torch.inference_mode(False), torch.enable_grad():
-            point = point.clone().requires_grad_()
-            value = self.row_loss(point[..., 0, :], point[..., 1:, :], y.to(z.dtype)).sum()
+            point = point.detach().clone().requires_grad_()
+            value = self.row_loss(point[..., 0, :], point[..., 1:, :], y).sum()
             (first,) = torch.autograd.grad(value, point, create_graph=second)
             if not second:
                 return first, first
