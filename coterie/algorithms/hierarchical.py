@@ -191,7 +191,9 @@ class Hierarchical(MarginalEffects, Algorithm):
 
     def groups(self, fed: Federation, sums: Sums) -> Tensor:
         """Return which variance each coefficient has, [d]; effects = "auto" takes those with the smallest AIC."""
-        marks = {name: fed.model.groups[name].cpu() for name in fed.model.groups if name in ("intercept", "extras")}
+        marks = {
+            name: fed.model.groups[name].cpu() for name in fed.model.groups if name in ("intercept", "extras")
+        }
         extras = marks.get("extras", torch.zeros(fed.d, dtype=torch.bool))
         intercept = marks["intercept"] if "intercept" in marks and bool(marks["intercept"].any()) else None
 

@@ -15,6 +15,7 @@ from coterie.theory.groups import group_sum
 from coterie.theory.hierarchical import certainty, pseudo_solve, times
 from coterie.theory.marginal import Marginal, Structure
 
+_SHRINKS = 0.7  # share of a psi by which one step may shrink it
 _FLAT = 1e-9  # curvatures below this share of the largest say nothing
 
 
@@ -143,8 +144,13 @@ def newton_step(
         right = right + _correction(point, found, clusters, structure, cover)
     step, gain = _newton(schur, right)
     change = step[d:].view(levels, p)
-    limit = float((largest / change.abs().clamp(min=1e-300)).min().clamp(max=1.0))
+    room = torch.where(change * point.psi < 0, _SHRINKS * point.psi.abs() + 1e-3 * largest, largest)
+    limit = float((room / change.abs().clamp(min=1e-300)).min().clamp(max=1.0))
     step = limit * step
+    saddle = (point.psi.abs() < 1e-3 * largest) & (schur.diagonal()[d:].view(levels, p) < 0)
+    if bool(saddle.any()):  # zero is always stationary; here the likelihood rises on both sides of it
+        step[d:] = torch.where(saddle, 0.3 * largest - point.psi, step[d:].view(levels, p)).flatten()
+        gain = torch.inf
     moved = solved[..., -1] - times(solved[..., :-1], step)
     common = point.common + step[:d]
     centres = common + root * (own + limit * moved)
