@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
 from coterie.theory.mixed_likelihood import best_effects, maximum_likelihood
+from coterie.theory.robust import looks_heavy, without_strangers
 from coterie.theory.variance_components import EFFECTS, Components, Sums, moments, pattern
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
@@ -82,6 +83,11 @@ class Hierarchical(MarginalEffects, Algorithm):
     lambda_: float = setting(
         1.0, "strength of the pull of a cluster to the common centre (choose = given)", low=0, tune=LAMBDAS
     )
+    tails: str = setting(
+        "auto",
+        "of least squares: normal, t, or t where a client is too far off",
+        options=("auto", "normal", "t"),
+    )
     solver: str = setting(
         "auto", "use second derivatives (newton) or gradients", options=("auto", "newton", "gradient")
     )
@@ -124,11 +130,16 @@ class Hierarchical(MarginalEffects, Algorithm):
             groups = self.groups(fed, sums)
             found = self.components(fed, sums, groups, replies.ids, found if s.within.any() else None)
             s = s.replace(groups=groups)
+            if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
+                found, sums = self.robust(fed, sums, groups, found)
+                s = s.replace(
+                    trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, sums.trust.to(fed.dtype))
+                )
         noise = found.noise_of()
         a = sums.xx / (noise.unsqueeze(-1) if isinstance(noise, Tensor) else noise)
         b = sums.xy / noise
         spread = found.between.expand(found.within.shape[:2])
-        h, g = lift(a, b, found.within[sums.clusters])
+        h, g = sums.trusted(*lift(a, b, found.within[sums.clusters]))
         middle, common = centres(h, g, sums.clusters, spread)
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
         self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
@@ -188,6 +199,23 @@ class Hierarchical(MarginalEffects, Algorithm):
         if self.noise != "one" and noise is None:
             settings["noise_groups"] = sums.clusters if self.noise == "cluster" else torch.arange(len(ids))
         return rounded(maximum_likelihood(sums, groups, **settings))
+
+    def simple(self, fed: Federation) -> bool:
+        """Return True if heavy tails can be fitted: least squares by likelihood, with one noise variance."""
+        plain = (self.covariance, self.variances, self.noise) == ("diagonal", "shared", "one")
+        return plain and fed.model.has_statistics and self.choice(fed) in ("ml", "reml")
+
+    def robust(
+        self, fed: Federation, sums: Sums, groups: Tensor, found: Components
+    ) -> tuple[Components, Sums]:
+        """Return variances under heavy tails, and the sums with the clients' weights."""
+        if not self.simple(fed):
+            raise SettingError(
+                "hierarchical: tails = 't' is for least squares with variances by likelihood, and with covariance, "
+                "variances and noise as they are by default"
+            )
+        better = without_strangers(sums, groups, found, restricted=self.choice(fed) == "reml")
+        return rounded(better.components), replace(sums, trust=better.trust)
 
     def groups(self, fed: Federation, sums: Sums) -> Tensor:
         """Return which variance each coefficient has, [d]; effects = "auto" takes those with the smallest AIC."""
@@ -333,7 +361,8 @@ class Hierarchical(MarginalEffects, Algorithm):
         return torch.cat([x, -objective(x) - 0.5 * volume.to(x.dtype)], -1)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
-        return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between}
+        trust = {"weight": s.trust.squeeze(-1)} if "trust" in s else {}
+        return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between, **trust}
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         newton = {"curve": (0, d * d + d + 1), "place": (2 * d + 1, 0), "judge": (len(PAIRS) * d, len(PAIRS))}

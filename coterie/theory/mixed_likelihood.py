@@ -332,7 +332,10 @@ def deviance(
         total = total + _log_determinant(a, spread).sum()
         h, g = lift(a, b, spread)
         q = q - (b * scaled(spread, g.unsqueeze(-1)).squeeze(-1)).sum(-1, keepdim=True)
-        count = len(within) if clusters is sums.clusters else 1
+        count = 1
+        if clusters is sums.clusters:
+            count = len(within)
+            h, g, q = sums.trusted(h, g, q)
         a, b, q = (group_sum(part, clusters, count) for part in (h, g, q))
         spread = between.expand(count, -1)
     a, b = a.squeeze(0), b.squeeze(0)

@@ -36,6 +36,8 @@ class Sums:
         Cluster of each client, [n].
     count
         Number of clusters, if the last ones may have no client here.
+    trust
+        Weight of each client, [n, 1]: its covariance is divided by it (`robust`). None: 1 for all.
 
     Examples
     --------
@@ -53,6 +55,7 @@ class Sums:
     rows: Tensor
     clusters: Tensor
     count: int | None = None  # of clusters, where the last ones may have no client here
+    trust: Tensor | None = None
 
     @property
     def k(self) -> int:
@@ -62,7 +65,13 @@ class Sums:
     def double(self) -> Sums:
         """Return the sums in float64."""
         xx, xy, yy, rows = (part.double() for part in (self.xx, self.xy, self.yy, self.rows))
-        return Sums(xx, xy, yy, rows, self.clusters, self.count)
+        return Sums(xx, xy, yy, rows, self.clusters, self.count, self.trust)
+
+    def trusted(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return what clients say about their centres, each with the weight of its client."""
+        if self.trust is None:
+            return values
+        return tuple(self.trust.view(-1, *[1] * (one.dim() - 1)) * one for one in values)
 
     @classmethod
     def of(cls, xs: list[Tensor], ys: list[Tensor], clusters: Tensor) -> Sums:
@@ -130,7 +139,8 @@ class Components:
         sigma, within = self.noise_of(), self.within[sums.clusters]
         b = sums.xy / sigma
         a = sums.xx / (sigma.unsqueeze(-1) if isinstance(sigma, Tensor) else sigma)
-        middle, _ = centres(*lift(a, b, within), sums.clusters, self.between.expand(self.within.shape[:2]))
+        h, g = sums.trusted(*lift(a, b, within))
+        middle, _ = centres(h, g, sums.clusters, self.between.expand(self.within.shape[:2]))
         return settle(a, b, middle[sums.clusters], within)
 
 
