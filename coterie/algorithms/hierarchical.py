@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie._core.errors import SettingError, nearest
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
 from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, weight_of
 from coterie.engine.client import Client
@@ -19,13 +20,12 @@ from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
-from coterie.theory.mixed_likelihood import best_effects, maximum_likelihood
+from coterie.theory.mixed_likelihood import maximum_likelihood
 from coterie.theory.robust import looks_heavy, without_strangers
-from coterie.theory.variance_components import EFFECTS, Components, Sums, moments, pattern
+from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
-MOST_VARIANCES = 16  # parameters up to which each has a variance of its own unless asked otherwise
 ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
 MOST_NEWTON_STEPS = 50  # of a newcomer; less than ten are usual
 GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
@@ -127,7 +127,7 @@ class Hierarchical(MarginalEffects, Algorithm):
         sums, closed = self.sums(fed, replies), fed.model.has_statistics
         found = Components(s.noise, s.within.double(), s.between.double())
         if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not closed):
-            groups = self.groups(fed, sums)
+            groups = effect_groups(self, fed, sums)
             found = self.components(fed, sums, groups, replies.ids, found if s.within.any() else None)
             s = s.replace(groups=groups)
             if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
@@ -216,46 +216,6 @@ class Hierarchical(MarginalEffects, Algorithm):
             )
         better = without_strangers(sums, groups, found, restricted=self.choice(fed) == "reml")
         return rounded(better.components), replace(sums, trust=better.trust)
-
-    def groups(self, fed: Federation, sums: Sums) -> Tensor:
-        """Return which variance each coefficient has, [d]; effects = "auto" takes those with the smallest AIC."""
-        marks = {
-            name: fed.model.groups[name].cpu() for name in fed.model.groups if name in ("intercept", "extras")
-        }
-        extras = marks.get("extras", torch.zeros(fed.d, dtype=torch.bool))
-        intercept = marks["intercept"] if "intercept" in marks and bool(marks["intercept"].any()) else None
-
-        def made(effects: str) -> Tensor:
-            found = pattern(effects, fed.d, intercept)
-            found[extras] = -1
-            numbered: Tensor = found.unique(return_inverse=True)[1]
-            return numbered - int(bool((found < 0).any()))
-
-        if self.slopes:
-            found = made("intercept")
-            for number, at in enumerate(self.columns(fed), int(found.max()) + 1):
-                found[at] = number
-            return found.to(fed.device)
-        if self.effects != "auto" or self.choice(fed) not in ("ml", "reml"):
-            return made("same" if self.effects == "auto" else self.effects).to(fed.device)
-        names = ["intercept", "split"] if intercept is not None and fed.d > 1 else []
-        names = [*names, "same", *(["each"] if fed.d <= MOST_VARIANCES else [])]
-        noise = None if fed.model.has_statistics else 1.0
-        choices = {name: made(name).to(fed.device) for name in names}
-        return choices[best_effects(sums, choices, noise=noise, restricted=self.choice(fed) == "reml")]
-
-    def columns(self, fed: Federation) -> list[int]:
-        """Return the coefficients that `slopes` names, by their features' names or numbers."""
-        names = [] if fed.table is None else list(fed.table.preprocessor.feature_names)
-        found = []
-        for name in (part.strip() for part in self.slopes.split(",")):
-            if name in names:
-                found.append(names.index(name))
-            elif name.isdigit() and int(name) < fed.d:
-                found.append(int(name))
-            else:
-                raise SettingError(f"hierarchical: slopes = {name!r} is no feature.{nearest(name, names)}")
-        return found
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """Return the variances of the pair (gamma, lambda) with the lowest validation loss after one step."""

@@ -153,6 +153,7 @@ class Glm(Model):
     def row_derivatives(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses [..., B], first [..., S, B] and second [..., S, S, B] derivatives in scores [..., S, B]."""
         outputs, ones = scores.shape[-2], torch.zeros_like(scores)
+        y = y.expand(*scores.shape[:-2], scores.shape[-1])
         columns = []
         for k in range(outputs):
             ones[..., k, :] = 1.0
