@@ -15,7 +15,7 @@ from coterie.algorithms.base import setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
-from coterie.theory.coins import Coins
+from coterie.theory.coins import Coins, renewal
 from coterie.theory.groups import Groups
 
 
@@ -73,7 +73,7 @@ class AsyncAL2SGD(AsyncL2GD):
         alpha
             Weight of the common centre, instead of `lambda_`.
         rho
-            Probability that anchors are renewed; p0 (1 - p0) if None.
+            Probability that anchors are renewed; by default that of `coins.renewal`.
         **settings
             Other hyperparameters.
 
@@ -90,10 +90,7 @@ class AsyncAL2SGD(AsyncL2GD):
                 f"{cls.name}: some loss is not strongly convex; set l2 > 0 in the model, such as 1e-3"
             )
         coins = (Coins.best_one if draft.coins == "one" else Coins.best)(penalty, smoothness)
-        if rho is None:
-            rho = max(
-                coins.p0 * (1 - coins.p0), float((coins.p * (1 - coins.p)).max()) if coins.p0 == 0 else 0.0
-            )
+        rho = renewal(coins) if rho is None else rho
         expected = coins.smoothness(penalty, smoothness)
         most = max(smoothness + float(penalty.gamma.max()), expected)
         lr, a2 = 0.25 / most, 0.5 * expected / most

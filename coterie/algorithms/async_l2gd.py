@@ -36,12 +36,15 @@ class AsyncL2GD(Algorithm):
 
     coins = "one" is the variant of the paper's experiments: p_j = 0, tau_j = 1. Local steps are taken when a client is
     next called, so that a round without communication calls no client. gamma, alpha, lambda_, p and tau may be one
-    number or a list with one per cluster.
+    number or a list with one per cluster, gamma also one per client. lr times a pull above 2 diverges and is refused.
     """
 
     lr: float = setting(0.05, "step size", above=0, tune=(0.003, 0.01, 0.03, 0.1))
     gamma: float | tuple[float, ...] = setting(
-        1.0, "strength of the pull of a client to the centres", above=0, tune=(0.1, 0.3, 1.0, 3.0)
+        1.0,
+        "strength of the pull of a client to the centres (one, per cluster, or per client)",
+        above=0,
+        tune=(0.1, 0.3, 1.0, 3.0),
     )
     lambda_: float | tuple[float, ...] = setting(
         1.0, "strength of the pull of a cluster's centre to the common one", low=0
@@ -64,9 +67,6 @@ class AsyncL2GD(Algorithm):
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lambda_", "alpha", "p", "tau"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         super().__post_init__()
         if self.p0 == 1:
             raise SettingError(
@@ -113,6 +113,7 @@ class AsyncL2GD(Algorithm):
         penalty = self.penalty(fed)
         coins = self.chances(penalty)
         pulls = [coins.far(penalty), coins.near(penalty), coins.inside(penalty)]
+        self.check_step(float(torch.maximum(pulls[0] + pulls[1], pulls[2]).max()))
         weight = penalty.gamma * penalty.alpha[penalty.clusters]
         return State(
             pulls=torch.cat(pulls, -1).to(fed.dtype),
@@ -123,6 +124,15 @@ class AsyncL2GD(Algorithm):
             rounds_global=0,
             rounds_within=0,
         )
+
+    def check_step(self, pull: float) -> None:
+        """Raise an error if a step to a centre would overshoot by more than the distance, and so diverge."""
+        if self.lr * pull > 2:
+            raise SettingError(
+                f"{self.name}: lr = {self.lr:g} is too large for these pulls: a model would jump {self.lr * pull:.3g} "
+                f"times its distance to the centre, and diverge. Take lr below {2 / pull:.2g}, a smaller gamma, larger "
+                "p0 and p, or the numbers of the theory (--set theory=true, `from_theory`)"
+            )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         everyone, inside = self.toss(fed, t, len(s.steps))
@@ -165,7 +175,8 @@ class AsyncL2GD(Algorithm):
 
     def fast_forward(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
         """Run rounds of one coin with all clients as one stack; half as many if numbers overflow."""
-        client = fast_forward.stack(fed, self) if self.coins == "one" and until > after + 1 else None
+        plain = self.coins == "one" and not self.per_client(len(s.steps))
+        client = fast_forward.stack(fed, self) if plain and until > after + 1 else None
         if client is None:
             return s, after
         clusters, k, talks = fed.known_clusters(), len(s.steps), []
@@ -200,17 +211,27 @@ class AsyncL2GD(Algorithm):
             fast_forward.commit(fed, client, talks, (share, heads, pull))
         return s.replace(steps=steps, rounds_global=s.rounds_global + len(talks)), until
 
-    def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the weights of a client in its cluster's mean, [k, 1], and of clusters in the common one, [k]."""
+    def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the weights of a client in its cluster's mean, [k, 1], and of clusters in the common one, [k].
+
+        Where gamma differs inside clusters, gamma_i [n, 1] follows: the weight of client i is the first times it.
+        """
         gamma = _rows(s.weights, ids)[:, :1]
         count = group_sum(torch.ones_like(gamma), clusters, len(s.steps))
-        prox = s.alpha * group_sum(gamma, clusters, len(s.steps))
-        total = prox.sum().clamp_(min=torch.finfo(prox.dtype).tiny)
-        return 1 / count.clamp_(min=1), (prox / total).squeeze(-1)
+        sums = group_sum(gamma, clusters, len(s.steps))
+        prox, tiny = s.alpha * sums, torch.finfo(gamma.dtype).tiny
+        above = (prox / prox.sum().clamp_(min=tiny)).squeeze(-1)
+        if self.per_client(len(s.steps)):
+            return 1 / sums.clamp_(min=tiny), above, gamma
+        return 1 / count.clamp_(min=1), above
 
-    def means(self, models: Tensor, groups: Groups, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def per_client(self, clusters: int) -> bool:
+        """Return True if gamma has a number for each client."""
+        return isinstance(self.gamma, tuple) and len(self.gamma) != clusters
+
+    def means(self, models: Tensor, groups: Groups, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the common mean [d] and those of the clusters [k, d]."""
-        inside = groups.sum(models).mul_(weights[0])
+        inside = groups.sum(models if len(weights) == 2 else weights[2] * models).mul_(weights[0])
         return weights[1] @ inside, inside
 
     def exchange(self, fed: Federation, inside: Tensor) -> None:
@@ -277,11 +298,13 @@ class AsyncL2GD(Algorithm):
         clusters = fed.known_clusters()
         gamma: float | Tensor | tuple[float, ...] = self.gamma
         if isinstance(gamma, tuple):
-            if len(gamma) != int(clusters.max()) + 1:
+            k = int(clusters.max()) + 1
+            if len(gamma) not in (k, fed.n):
                 raise SettingError(
-                    f"{self.name}: gamma has {len(gamma)} numbers for {int(clusters.max()) + 1} clusters"
+                    f"{self.name}: gamma has {len(gamma)} numbers for {k} clusters and {fed.n} clients"
                 )
-            gamma = torch.tensor(gamma, dtype=torch.float64, device=clusters.device)[clusters]
+            each = torch.tensor(gamma, dtype=torch.float64, device=clusters.device)
+            gamma = each[clusters] if len(gamma) == k else each
         if self.alpha is not None:
             return Penalty.of(clusters, gamma, alpha=self.alpha)
         return Penalty.of(clusters, gamma, lambda_=self.lambda_)

@@ -125,6 +125,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
             _check(self.name, field, getattr(self, field.name))
 
     def start(self, fed: Federation) -> State:
@@ -337,6 +338,11 @@ def _from_text(algorithm: str, name: str, text: str, kind: Any) -> Any:
         if text.lower() in ("true", "yes", "1", "false", "no", "0"):
             return text.lower() in ("true", "yes", "1")
         raise SettingError(f"{algorithm}: {name} = {text!r} is not true or false")
+    if text.startswith("[") and "tuple" in str(kind):
+        try:
+            return tuple(float(part) for part in text.strip("[]").split(","))
+        except ValueError:
+            raise SettingError(f"{algorithm}: {name} = {text!r} is not a list such as [0.5,1,2]") from None
     for convert in (int, float) if kind is not int else (int,):
         try:
             return convert(text)
@@ -349,7 +355,17 @@ def _from_text(algorithm: str, name: str, text: str, kind: Any) -> Any:
     raise SettingError(f"{algorithm}: {name} = {text!r} is not a {'whole ' if kind is int else ''}number")
 
 
+def _plain(value: Any) -> Any:
+    """Return numbers of numpy and torch as Python's, and lists and arrays of numbers as tuples."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(_plain(one) for one in value) if isinstance(value, list | tuple) else value
+
+
 def _check(algorithm: str, field: dataclasses.Field[Any], value: Any) -> None:
+    if isinstance(value, tuple):
+        for one in value:
+            _check(algorithm, field, one)
+        return
     limits = field.metadata
     where = f"{algorithm}: {field.name} = {value!r}"
     if limits.get("options") and isinstance(value, str) and value not in limits["options"]:

@@ -95,6 +95,15 @@ def assignments(pairs: list[str]) -> dict[str, str]:
     return values
 
 
+def truth(text: str) -> bool:
+    """Return the value of `--set theory=true`."""
+    if text.lower() not in ("true", "yes", "1", "false", "no", "0"):
+        raise SettingError(
+            f"--set theory={text}: write theory=true, for steps and probabilities from the theory"
+        )
+    return text.lower() in ("true", "yes", "1")
+
+
 def write_json(path: Path | None, value: Any) -> None:
     """Write a value as JSON, if there is a path."""
     if path is not None:

@@ -12,7 +12,7 @@ import typer
 
 from coterie import models
 from coterie._core.errors import SettingError
-from coterie.algorithms import make
+from coterie.algorithms import from_the_theory, make
 from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
@@ -32,6 +32,7 @@ from coterie.cli.arguments import (
     assignments,
     find_table,
     require_place,
+    truth,
     write_json,
 )
 from coterie.cli.models import report_beside
@@ -132,7 +133,9 @@ def fit(
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
-    method = "auto" if algorithm == "auto" else make(algorithm, **assignments(settings or []))
+    given = assignments(settings or [])
+    from_theory = truth(given.pop("theory", "false"))
+    method = "auto" if algorithm == "auto" else make(algorithm, **given)
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
     require_place(json)
@@ -148,6 +151,8 @@ def fit(
         l2=l2,
     )
     console.notes(fed.table.warnings)
+    if from_theory:
+        method = from_the_theory(algorithm, fed, given)
     if budget_mb is not None and not isinstance(method, str):
         rounds = rounds_within_budget(method, fed, budget_mb)
     with _resumable(out), console.progress() as watch:

@@ -9,8 +9,10 @@ from typing import Any
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
+from coterie.models.counts import NegativeBinomial, Poisson
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
+from coterie.models.ordinal import Ordinal
 from coterie.models.zoo import FACTORIES, restore
 
 
@@ -40,6 +42,7 @@ def from_description(description: dict[str, Any]) -> Model:
     True
     """
     kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
+    kinds |= {"poisson": Poisson, "negative_binomial": NegativeBinomial, "ordinal": Ordinal}
     kinds["causal_lm"] = causal_lm
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     settings = dict(description)

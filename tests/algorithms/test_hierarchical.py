@@ -13,7 +13,8 @@ from coterie.algorithms import hierarchical, make
 from coterie.theory import hierarchical as exact
 from coterie.theory import linear_estimators
 from coterie.theory.cluster_penalty import Penalty
-from coterie.theory.variance_components import Sums, maximum_likelihood
+from coterie.theory.mixed_likelihood import maximum_likelihood
+from coterie.theory.variance_components import Sums
 
 CLUSTERS = [0, 0, 0, 1, 1, 1, 2, 2, 3]
 N, K, D = len(CLUSTERS), 4, 3

@@ -11,7 +11,8 @@ from coterie.experiments import known_clusters
 from coterie.experiments.jobs import load
 from coterie.experiments.mixed_model import independent_columns, mixed_model
 from coterie.experiments.spec import shared_data
-from coterie.theory.variance_components import Sums, maximum_likelihood
+from coterie.theory.mixed_likelihood import maximum_likelihood
+from coterie.theory.variance_components import Sums
 
 
 @pytest.fixture(autouse=True)
