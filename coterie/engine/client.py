@@ -14,7 +14,7 @@ from coterie._core.errors import SettingError
 from coterie.engine.client_batches import ClientBatches
 from coterie.engine.encoding import Encoder
 from coterie.engine.keep import Keep
-from coterie.models import fast
+from coterie.models import blocks, fast
 from coterie.models.fast.lazy_models import materialize
 from coterie.models.groups import ParameterGroups
 from coterie.models.local_sgd import SgdJob
@@ -107,6 +107,37 @@ class Client:
         x = materialize(x)
         grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
         return grad if mask is None else grad * mask
+
+    def grad_with_noise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient at x on a fresh minibatch and how far chance has moved it.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+
+        Returns
+        -------
+        grad : Tensor, [..., d]
+            As `grad` gives it.
+        data : Tensor, [..., 1]
+            Expected squared distance between the gradient of all the client's rows and that of the distribution they
+            come from, estimated from blocks of rows; the squared length of the gradient for a client with one row.
+        batch : Tensor, [..., 1]
+            The same between the gradient of this minibatch and that of all rows; 0 if the minibatch has all rows.
+        """
+
+        def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            grad, noise = blocks.mean_and_noise(self.model.grad, w, inputs, targets, weight)
+            rows = (weight > 0).sum(-1, keepdim=True).to(noise.dtype)
+            return torch.cat([grad, noise, rows], -1)
+
+        self.model.require_gradients()
+        x = materialize(x)
+        found = self.over_rows(measured, x) if self._all_rows else self._on_minibatch(measured, x, "")
+        grad, noise, rows = found[..., :-2], found[..., -2:-1], found[..., -1:]
+        share = (rows / self.size.clamp(min=1)).clamp(max=1)
+        return grad, noise * share, noise * (1 - share)
 
     def sgd(
         self,
