@@ -100,7 +100,7 @@ def make(name: str, **settings: Any) -> Algorithm:
 
 def _collect(module: Any, found: dict[str, type[Algorithm]]) -> None:
     for _, cls in inspect.getmembers(module, inspect.isclass):
-        if issubclass(cls, Algorithm) and cls.__module__ == module.__name__:
+        if issubclass(cls, Algorithm) and cls.name and cls.__module__ == module.__name__:
             found[cls.name] = cls
 
 

@@ -13,6 +13,7 @@ from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.ledger import PEERS
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
@@ -26,18 +27,19 @@ from coterie.theory.consensus import (
     running_size,
     start_newcomers,
 )
-from coterie.theory.pair_tests import distances, evidence, link_distances, shared_noise
+from coterie.theory.pair_tests import bar, evidence, halves, link_distances, shared_noise
 from coterie.theory.simplex import onto_simplex
 from coterie.theory.sketch import project
 from coterie.theory.sparse_links import candidates, merge, observed_links, sparse_consensus
 
 SAMPLING = ("auto", "constant", "time", "mixed", "all")
 TESTS = ("auto", "common", "midpoint")
+PRINTED: dict[str, Any] = {"test": "midpoint", "scale": "raw", "sampling": "constant"}
 PAIR_ELEMENTS = 1 << 28  # numbers of the midpoints sent in one call
 USUAL_LR, USUAL_RHO, STIFF_RHO = 0.05, 1.0, 10.0
-COMMON_GAMMA, MIDPOINT_GAMMA = 0.25, 0.05
+COMMON_GAMMA, MIDPOINT_GAMMA, COMMON_STEPS = 0.25, 0.05, 5
 LOOKS = 100  # sampling = auto: a pair of up to so many clients is looked at in every round
-DENSE = 500  # clients up to which every pair has a weight
+DENSE = 300  # clients up to which every pair has a weight
 SEARCH_ROUNDS = (1, 2, 4, 8, 16)  # in which candidate neighbours of many clients are looked for again
 SKETCH = 16  # numbers of a gradient by which they are found
 
@@ -59,8 +61,8 @@ class CoBo(Algorithm):
     "auto" is "common" for weights in a box and "midpoint" on the simplex. p_t is rate/n for sampling = "constant",
     t^-power for "time", constant for `switch` rounds and then by time for "mixed", 1 for "all", and min(1, 100/n) for
     "auto". domain = "simplex" projects the rows of W, diagonal included, on the simplex instead of the box. With more
-    than 500 clients W is sparse: `neighbours` candidates of each client, from sketches of its gradient. Printed are
-    test = "midpoint", scale = "raw", steps = 1, implicit = False, guard = 0, and symmetric = False (ordered pairs).
+    than 300 clients W is sparse: `neighbours` candidates of each client, from sketches of its gradient. Printed are
+    test = "midpoint", scale = "raw", sampling = "constant", guard = 0, and symmetric = False (ordered pairs).
 
     Examples
     --------
@@ -75,7 +77,7 @@ class CoBo(Algorithm):
 
     lr: float | None = setting(
         None,
-        "step size; None: 0.5/L if the model knows its curvature L, else 0.05",
+        "step size; None: 0.05, or 0.5/L if the model knows its curvature L and that is less",
         above=0,
         tune=(0.01, 0.03, 0.1, 0.3),
     )
@@ -97,7 +99,9 @@ class CoBo(Algorithm):
     switch: int = setting(80, "mixed sampling: rounds of constant before time sampling", low=0)
     symmetric: bool = setting(True, "one draw of a pair updates both w_ij and w_ji")
     guard: float = setting(0.5, "bound on lr rho times the largest degree; 0: no bound", low=0, high=1)
-    implicit: bool = setting(True, "backward Euler for the pull, which is stable for every rho")
+    implicit: bool | None = setting(
+        None, "backward Euler for the pull, which is stable for every rho; None: if test = common"
+    )
     cosine: bool = setting(False, "use the cosine of two gradients instead of their inner product")
     margin: float = setting(
         0.0, "cosine from which two gradients agree: kappa in <g, h> - kappa |g| |h|", low=-1, high=1
@@ -109,13 +113,14 @@ class CoBo(Algorithm):
     scale: str = setting(
         "mean", "unit of products at midpoints: their mean size, or none", options=("mean", "raw")
     )
-    steps: int = setting(5, "local steps per round", low=1)
+    steps: int | None = setting(None, "local steps per round; None: 5 if test = common, else 1", low=1)
     own: str = setting(
         "norm",
         "product of a client with itself on the simplex: its squared gradient without noise, or zero",
         options=("norm", "zero"),
     )
-    neighbours: int = setting(20, "candidates of each client if there are more than 500", low=1)
+    neighbours: int = setting(20, "candidates of each client if there are more than 300", low=1)
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
     def start(self, fed: Federation) -> State:
         lr, rho = self._steps(fed)
@@ -143,7 +148,7 @@ class CoBo(Algorithm):
         each = {"x": s.models if ids is None else s.models[ids]}
         r = (
             fed.map(self.slope, each=each, to=ids)
-            if self.steps == 1
+            if self.length == 1 and self.optimizer == "sgd"
             else fed.map(self.descend, each=each, lr=s.lr, to=ids)
         )
         if len(r) == 0:
@@ -159,18 +164,29 @@ class CoBo(Algorithm):
         """Return True if only `neighbours` candidates of each client have weights."""
         return self.common_point and self.domain == "box" and fed.n > DENSE
 
+    @property
     def pace(self) -> float:
         """Return gamma."""
-        return (
-            self.gamma if self.gamma is not None else (COMMON_GAMMA if self.common_point else MIDPOINT_GAMMA)
-        )
+        if self.gamma is not None:
+            return self.gamma
+        return COMMON_GAMMA if self.common_point else MIDPOINT_GAMMA
+
+    @property
+    def stiff(self) -> bool:
+        """Whether the pull is taken at the new models."""
+        return self.common_point if self.implicit is None else self.implicit
+
+    @property
+    def length(self) -> int:
+        """Return the number of local steps per round."""
+        return self.steps or (COMMON_STEPS if self.common_point else 1)
 
     def present(self, fed: Federation, t: int) -> Tensor | None:
         """Return the clients asked in round t; None means all."""
         return fed.sample(t, self.participation)
 
     def probed(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
-        """Return W after w_ij <- clip(w_ij + gamma e_ij, 0, 1) for pairs that are linked, perhaps through others."""
+        """Return W after w_ij <- clip(w_ij +- gamma, 0, 1) for pairs that are linked, perhaps through others."""
         groups = linked_groups(s.weights > 0).to(fed.device)
         company = torch.bincount(groups)[groups] > 1
         asked = company.nonzero().squeeze(-1) if ids is None else ids[company[ids]]
@@ -179,13 +195,14 @@ class CoBo(Algorithm):
         r = fed.map(self.probe, each={"z": group_medians(s.models, groups)[asked]}, to=asked)
         if len(r) == 0:
             return s.weights
-        rows, data, batch = fed.sizes[r.ids], r["data"], r["batch"].clamp(min=0)
-        noise = shared_noise(data, rows, data.T, rows.T)
-        gain = evidence(distances(r["grad"], batch), noise, batch + batch.T)
-        here = (r.ids.unsqueeze(1), r.ids)
-        together = groups[r.ids].unsqueeze(1) == groups[r.ids]
-        after = (s.weights[here] + self.pace() * gain).clamp(0, 1)
-        weights = s.weights.index_put(here, torch.where(together, after, s.weights[here]))
+        weights = s.weights.clone()
+        for group in groups[r.ids].unique():
+            here = (groups[r.ids] == group).nonzero().squeeze(-1)
+            ids = r.ids[here]
+            found = halves(r["grad"][here], r["noise"][here], fed.sizes[ids], r["dimensions"][here])
+            vote = 2.0 * (found.unsqueeze(1) == found) - 1
+            pairs = (ids.unsqueeze(1), ids)
+            weights[pairs] = (weights[pairs] + self.pace * vote).clamp(0, 1)
         return weights.fill_diagonal_(0.0)
 
     def linked(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
@@ -194,24 +211,23 @@ class CoBo(Algorithm):
         if len(r) == 0:
             return s
         grads = torch.zeros_like(s.models).index_copy_(0, r.ids, r["grad"])
-        noise = torch.zeros(fed.n, 2, dtype=fed.dtype, device=fed.device)
-        noise[r.ids] = torch.cat([r["data"], r["batch"].clamp(min=0)], -1)
+        noise = torch.zeros(fed.n, dtype=fed.dtype, device=fed.device).index_copy_(0, r.ids, r["noise"][:, 0])
         links, weights = s.links, s.weights
         if t in SEARCH_ROUNDS:
             near = candidates(project(r["grad"], SKETCH, fed.seed), self.neighbours)
             links, weights = merge(links, weights, r.ids[near], fed.n)
-        (i, j), (data, batch), rows = links, noise.T, fed.sizes[:, 0]
-        alike = shared_noise(data[i], rows[i], data[j], rows[j])
-        gain = evidence(link_distances(grads, noise[:, 1:], links), alike, batch[i] + batch[j])
+        (i, j), rows = links, fed.sizes[:, 0]
+        alike_noise = shared_noise(noise[i], rows[i], noise[j], rows[j])
+        gain = evidence(link_distances(grads, links), alike_noise, bar(float(r["dimensions"].median())))
         here = torch.zeros(fed.n, dtype=torch.bool, device=fed.device).index_fill_(0, r.ids, True)
         gain = torch.where(here[i] & here[j], gain, 0.0)
-        weights = (weights + self.pace() * gain).clamp(0, 1)
+        weights = (weights + self.pace * gain).clamp(0, 1)
         alive = weights > 0
         return s.replace(links=links[:, alive], weights=weights[alive])
 
     def probe(self, client: Client, z: Tensor) -> dict[str, Tensor]:
-        grad, data, batch = client.grad_with_noise(z)
-        return {"grad": grad, "data": data, "batch": batch}
+        grad, noise, dimensions = client.grad_with_noise(z)
+        return {"grad": grad, "noise": noise, "dimensions": dimensions}
 
     def refreshed(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> tuple[Tensor, float]:
         """Return W after w_ij <- w_ij + gamma <g_i(z), g_j(z)>/m, projected, for the pairs of round t; and m."""
@@ -227,12 +243,12 @@ class CoBo(Algorithm):
             else:
                 own = own[0]
             product, own = product.to(weights.dtype), own.to(weights.dtype)
-            stepped = weights[i, j] + self.pace() * product
+            stepped = weights[i, j] + self.pace * product
             weights = weights.index_put((i, j), stepped if self.domain == "simplex" else stepped.clamp(0, 1))
             if self.domain == "simplex" and self.own == "norm":
                 looks = torch.bincount(i, minlength=fed.n).clamp(min=1)
                 mean = torch.zeros_like(weights[0]).index_add_(0, i, own) / looks
-                weights = weights + torch.diag(self.pace() * mean)
+                weights = weights + torch.diag(self.pace * mean)
             changed = changed.index_fill(0, i, True)
         if self.domain == "simplex":
             weights = torch.where(changed, onto_simplex(weights), s.weights)
@@ -270,15 +286,15 @@ class CoBo(Algorithm):
         return client.grad(z)
 
     def agree_with_noise(self, client: Client, z: Tensor) -> Tensor:
-        grad, data, batch = client.grad_with_noise(z)
-        return torch.cat([grad, data + batch], -1)
+        grad, noise, _ = client.grad_with_noise(z)
+        return torch.cat([grad, noise], -1)
 
     def slope(self, client: Client, x: Tensor) -> Tensor:
         return client.grad(x)
 
     def descend(self, client: Client, x: Tensor, lr: float) -> Tensor:
         """Return the sum of the gradients along several local steps from x."""
-        return (x - client.sgd(x, lr, self.steps)) / lr
+        return (x - client.sgd(x, lr, self.length)) / lr
 
     def stepped(self, fed: Federation, s: State, t: int, r: Replies) -> State:
         """Return the state after x_i <- x_i - lr (g_i(x_i) + rho_t sum_k w_ik (x_i - x_k)) of all who answered."""
@@ -300,16 +316,16 @@ class CoBo(Algorithm):
     def pulled(self, s: State, t: int, models: Tensor, grads: Tensor, seen: Tensor | None) -> Tensor:
         """Return models after the step and the pull; `seen` is when each client answered, None if all are here."""
         if "links" in s:
-            after = sparse_consensus(models - s.lr * grads, s.links, s.weights, s.lr * self.steps * s.rho)
+            after = sparse_consensus(models - s.lr * grads, s.links, s.weights, s.lr * self.length * s.rho)
             return after if seen is None else torch.where((seen == t).unsqueeze(-1), after, models)
         links = s.weights if seen is None else recent_links(s.weights, seen, t, self.patience)
         degree = degrees(links)
-        return consensus_step(models, grads, links, degree, s.lr, self.prox(s, degree), self.implicit)
+        return consensus_step(models, grads, links, degree, s.lr, self.prox(s, degree), self.stiff)
 
     def prox(self, s: State, degree: Tensor) -> Tensor | float:
         """Return lr rho_t of all local steps, which the guard keeps at or below guard / max degree."""
-        full: float = s.lr * self.steps * s.rho
-        if self.implicit or self.guard == 0:
+        full: float = s.lr * self.length * s.rho
+        if self.stiff or self.guard == 0:
             return full
         return (self.guard / degree.max()).clamp(max=full)
 
@@ -362,15 +378,15 @@ class CoBo(Algorithm):
 
     def _steps(self, fed: Federation) -> tuple[float, float]:
         """Return lr and rho as given, or by the stability rule lr (L + rho lambda_max(Lap W)) < 2."""
-        guarded = self.implicit or self.guard > 0
+        guarded = self.stiff or self.guard > 0
         largest = 0.0
         if fed.model.has_hessian and (self.lr is None or not guarded):
             r = fed.map(self.curvature)
             largest = float(r.values.max()) if len(r) else 0.0
-        lr = self.lr or (0.5 / largest if largest > 0 else USUAL_LR)
+        lr = self.lr or (min(USUAL_LR, 0.5 / largest) if largest > 0 else USUAL_LR)
         spread = fed.n if self.domain == "box" else fed.n / max(1, fed.n - 1)
         safe = max(0.0, 1 / lr - largest) / spread
-        usual = STIFF_RHO if self.implicit else USUAL_RHO
+        usual = STIFF_RHO if self.stiff else USUAL_RHO
         rho = (usual if guarded else min(usual, safe)) if self.rho is None else self.rho
         if not guarded and lr * (largest + rho * spread) >= 2:
             warnings.warn(

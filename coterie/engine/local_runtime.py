@@ -230,7 +230,8 @@ class LocalRuntime(Runtime):
             return None
         if len(self.train.x) * self.model.d < threads.SHARED_PRODUCTS:
             return None
-        return Client(self, None, lambda: visit_keys(self.seed, call, self.ids, None), call.algorithm.batch)
+        keys = functools.partial(visit_keys, self.seed, call, self.ids, None)
+        return Client(self, None, keys, call.algorithm.batch, optimizer=_optimizer(call))
 
     def _visited(
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
@@ -305,7 +306,9 @@ class LocalRuntime(Runtime):
 
         def client(at: Tensor | None, rows: slice | int) -> Client:
             encoder = Encoder(call.compress, call.phase)
-            return Client(self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads)
+            return Client(
+                self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads, _optimizer(call)
+            )
 
         count = len(self.ids) if visits.at is None else len(visits.at)
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
@@ -429,3 +432,8 @@ class LocalRuntime(Runtime):
 
 def _no_draws() -> Tensor:
     raise CoterieError("a phase draws random numbers while several rounds are computed at once")
+
+
+def _optimizer(call: Call) -> str:
+    """Return the optimiser of local steps, a setting of algorithms that use `client.sgd`."""
+    return str(getattr(call.algorithm, "optimizer", "sgd"))

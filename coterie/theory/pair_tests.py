@@ -8,10 +8,18 @@ has expectation D + v_i + v_j, so that a pair is better off together while it is
 
 from __future__ import annotations
 
+import math
+
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
+from coterie.theory.cluster_tree import numbered, ward
+
+ROUNDING = 1e-10  # relative to the size of gradients: smaller differences are none
 BAR = 2.0  # times the noise: squared distance of two gradients from which pooling harms
+CHOSEN = 2.0  # times the best cut through a cloud of chance
+RARE = 0.99  # quantile of what chance alone puts between two clients of one distribution
 
 
 def shared_noise(noise: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor) -> Tensor:
@@ -48,74 +56,117 @@ def shared_noise(noise: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor)
     return of_a_row * (1 / rows.clamp(min=1) + 1 / other_rows.clamp(min=1))
 
 
-def distances(grads: Tensor, batch: Tensor) -> Tensor:
-    """Return squared distances between the gradients of all rows of every two clients, [n, n].
-
-    Parameters
-    ----------
-    grads
-        Gradients of minibatches at one point, [n, d].
-    batch
-        Noise that the choice of the minibatch brought, [n, 1]; it is taken off.
-
-    Returns
-    -------
-    Tensor
-        Unbiased; may be negative where a minibatch is not all rows.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from coterie.theory.pair_tests import distances
-    >>> distances(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([[0.0], [1.0]])).tolist()
-    [[0.0, 24.0], [24.0, 0.0]]
-    """
-    centred = grads - grads.mean(0)
-    squares = centred.square().sum(-1, keepdim=True)
-    apart = (squares + squares.T - 2 * centred @ centred.T).clamp(min=0) - batch - batch.T
-    return apart.fill_diagonal_(0.0)
-
-
-def link_distances(grads: Tensor, batch: Tensor, links: Tensor, piece: int = 1 << 22) -> Tensor:
-    """Return what `distances` does, for the pairs `links` [2, E] only, [E].
+def link_distances(grads: Tensor, links: Tensor, piece: int = 1 << 22) -> Tensor:
+    """Return |g_i - g_j|^2 of the pairs `links` [2, E], [E].
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory.pair_tests import link_distances
-    >>> grads, batch = torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.zeros(2, 1)
-    >>> link_distances(grads, batch, torch.tensor([[0], [1]])).tolist()
+    >>> link_distances(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([[0], [1]])).tolist()
     [25.0]
     """
     step = max(1, piece // max(1, grads.shape[1]))
-    found = [(grads[i] - grads[j]).square().sum(-1) for i, j in (part for part in links.split(step, 1))]
-    apart = torch.cat(found) if found else grads.new_zeros(0)
-    return apart - batch[links[0], 0] - batch[links[1], 0]
+    found = [(grads[i] - grads[j]).square().sum(-1) for i, j in links.split(step, 1)]
+    return torch.cat(found) if found else grads.new_zeros(0)
 
 
-def evidence(apart: Tensor, noise: Tensor, doubt: Tensor) -> Tensor:
-    """Return how clearly pairs are better off together, positive if they are: (2 noise - apart) noise/(noise + doubt)^2.
+def bar(dimensions: float, count: int = 2) -> float:
+    """Return the cost of joining two groups, in units of the noise, above which they count as different.
+
+    It is the largest of: 2, where pooling ceases to pay; the 99 % point of what chance alone puts between two clients of
+    one distribution, which varies much in few dimensions; and twice what the best cut through `count` points of one
+    Gaussian cloud gives, (2/pi) (sqrt(count) + sqrt(q))^2 / q, since the cut is chosen after looking.
 
     Parameters
     ----------
-    apart
-        Squared distance between the gradients of all rows of a pair.
+    dimensions
+        Number q of dimensions that the noise fills.
+    count
+        Clients in both groups together.
+
+    Returns
+    -------
+    float
+        The bar.
+
+    Examples
+    --------
+    >>> from coterie.theory.pair_tests import bar
+    >>> [round(bar(q), 2) for q in (2.0, 5.0, 100.0)], round(bar(5.0, count=12), 2)
+    ([5.09, 3.39, 2.0], 8.27)
+    """
+    q = max(1.0, dimensions)
+    best_cut = 2 / math.pi * (math.sqrt(count) + math.sqrt(q)) ** 2 / q
+    return max(BAR, float(chi2.ppf(RARE, q)) / q, CHOSEN * best_cut)
+
+
+def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Tensor:
+    """Return two groups of clients if their gradients at one point differ by more than chance explains, else one.
+
+    Ward's tree joins groups with a and b rows at the cost a b/(a + b) |g - h|^2, g and h their mean gradients. If all
+    clients have one distribution, that is the noise of a row, in expectation. The last merge is undone if it cost more
+    than `bar` times that. The noise of a row is the smaller of the medians of the two halves, since a gradient is
+    noisier far from the optimum; for the same reason each half is looked at again only at a point of its own.
+
+    Parameters
+    ----------
+    grads
+        Gradients at one point, [n, d].
     noise
-        Sum of the noise of their rows, v_i + v_j.
-    doubt
-        Noise of `apart` itself, from minibatches: a look through a noisy glass counts for less.
+        Expected squared distance of each from that of its distribution, [n, 1].
+    rows
+        Number of rows of each client, [n, 1].
+    dimensions
+        Number of dimensions that the noise fills, [n, 1].
 
     Returns
     -------
     Tensor
-        1 is expected of clients whose rows come from one distribution if `doubt` is 0.
+        Group of each client, 0 or 1, int64 [n].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.pair_tests import halves
+    >>> grads = torch.tensor([[0.0, 0.1], [0.1, 0.0], [5.0, 5.0]])
+    >>> halves(grads, torch.full((3, 1), 0.02), torch.ones(3, 1), torch.full((3, 1), 2.0)).tolist()
+    [0, 0, 1]
+    """
+    tree = ward(grads, rows)
+    labels = torch.zeros(len(grads), dtype=torch.long)
+    if tree.points > 1:
+        of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
+        parts = tree.members[tree.children[-1]]
+        usual = min(float(of_a_row[part].median()) for part in parts)
+        rounding = ROUNDING * float((grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()).sum())
+        if float(tree.costs[-1]) > bar(float(dimensions.median()), len(grads)) * usual + rounding:
+            labels[parts[1]] = 1
+    return numbered(labels).to(grads.device)
+
+
+def evidence(apart: Tensor, noise: Tensor, bar: float = BAR) -> Tensor:
+    """Return by how much pairs are nearer than the bar, in units of the noise: positive if they gain by pooling.
+
+    Parameters
+    ----------
+    apart
+        Squared distance between the gradients of a pair.
+    noise
+        What `shared_noise` returns.
+    bar
+        What `bar` returns.
+
+    Returns
+    -------
+    Tensor
+        bar - apart/noise.
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory.pair_tests import evidence
-    >>> evidence(torch.tensor([1.0, 6.0]), torch.tensor(1.0), torch.tensor(0.0)).tolist()
+    >>> evidence(torch.tensor([1.0, 6.0]), torch.tensor(1.0)).tolist()
     [1.0, -4.0]
     """
-    scale = (noise + doubt).clamp(min=torch.finfo(apart.dtype).tiny)
-    return (BAR * noise - apart) / scale * (noise / scale)
+    return bar - apart / noise.clamp(min=torch.finfo(apart.dtype).tiny)
