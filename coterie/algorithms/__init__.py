@@ -140,7 +140,7 @@ def from_the_theory(name: str, fed: Federation, settings: dict[str, Any]) -> Alg
 
 def _collect(module: Any, found: dict[str, type[Algorithm]]) -> None:
     for _, cls in inspect.getmembers(module, inspect.isclass):
-        if issubclass(cls, Algorithm) and cls.__module__ == module.__name__:
+        if issubclass(cls, Algorithm) and cls.name and cls.__module__ == module.__name__:
             found[cls.name] = cls
 
 

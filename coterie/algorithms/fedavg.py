@@ -9,6 +9,7 @@ from torch import Tensor
 from coterie.algorithms.base import Algorithm, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.state import State
 
 
@@ -38,6 +39,7 @@ class FedAvg(Algorithm):
     weighting: str = setting(
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

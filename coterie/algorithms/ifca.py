@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import setting
+from coterie.algorithms.finding import Finder
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality
 
 
 @dataclass(frozen=True)
-class Ifca(Algorithm):
+class Ifca(Finder):
     """Iterative federated clustering (Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, arXiv:2006.04088).
 
     client i:  k(i) = argmin_k f_i(theta_k) on all its rows (judge="batch": all theta_k on one minibatch)
     average="gradient":  theta_k <- theta_k - (lr/N) sum_{k(i)=k} g_i(theta_k), N the clients that answered
         (divide="all", as in the paper) or those in k (divide="cluster")
     average="model":  theta_k <- mean of the models of k(i)=k after `steps` SGD steps; an unused model stays
+
+    clusters = 0: the number of models and their starts come from clients that fitted alone, by their held-out rows;
+    then models are offered one by one to clients that have company, and who is alone stays so.
 
     IFCA collapses from bad starts. Deviation: with restarts > 1, that many sets of models are trained for `trial`
     rounds, and the set with the lowest mean of min_k f_i is kept. More models than clients are allowed; the surplus
@@ -41,8 +47,8 @@ class Ifca(Algorithm):
     [-1.0, -1.0, 1.0, 1.0]
     """
 
-    lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    clusters: int = setting(2, "number of models", low=1)
+    lr: float = setting(0.05, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
+    clusters: int = setting(0, "number of models; 0: as many as held-out rows ask for", low=0)
     average: str = setting(
         "model",
         "what a cluster averages: models after local steps, or gradients",
@@ -59,8 +65,15 @@ class Ifca(Algorithm):
     spread: float = setting(0.1, "standard deviation of the noise added to each starting model", low=0)
     judge: str = setting("all", "rows on which models are compared in training", options=("all", "batch"))
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    weighting: str = setting(
+        "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
+    )
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
     def start(self, fed: Federation) -> State:
+        if not self.clusters:
+            nobody = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+            return State(models=fed.initial_model().unsqueeze(0), labels=nobody, tried=0)
         number = torch.arange(self.restarts * self.clusters, device=fed.device)
         noise = randomness.normal(
             randomness.slots(randomness.key(fed.seed, "ifca", number), fed.d), fed.dtype
@@ -72,6 +85,8 @@ class Ifca(Algorithm):
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
+        if not self.clusters:
+            return self._found_round(fed, s, ids)
         r = fed.map(self.train if s.models.dim() == 2 else self.explore, models=s.models, to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
@@ -100,21 +115,66 @@ class Ifca(Algorithm):
             "loss": torch.cat([loss for _, _, loss in chosen], -1),
         }
 
-    def deploy(self, client: Client, models: Tensor) -> Tensor:
+    def _found_round(self, fed: Federation, s: State, ids: Tensor | None) -> State:
+        """Find the clusters in the first round; then train each client's model, the one that fits it best."""
+        if s.tried == 0:
+            found = self.find_clusters(fed, ids)
+            return State(models=found.models, labels=found.labels, tried=1)
+        labels = self._offered(fed, s, ids)
+        asked = fed.everyone if ids is None else ids
+        asked = asked[labels[asked] >= 0]
+        r = fed.map(self.improve, each={"x": s.models[labels[asked]]}, to=asked)
+        if len(r) == 0:
+            raise NobodyAnswered("no client answered, so no model was trained")
+        models, _ = self._averaged(s.models, labels, r, r.values, labels[r.ids].unsqueeze(-1))
+        return State(models=models, labels=labels, tried=s.tried + 1)
+
+    def _offered(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
+        """Return labels after every model of several clients was offered to all clients that are not alone."""
+        count = torch.bincount(s.labels.clamp(min=0), s.labels >= 0, minlength=len(s.models))
+        asked = fed.everyone if ids is None else ids
+        social = asked[(s.labels[asked] < 0) | (count[s.labels[asked].clamp(min=0)] > 1)]
+        lowest = torch.full((fed.n,), torch.inf, dtype=torch.float64, device=fed.device)
+        labels = s.labels.clone()
+        for k in (count > 1).nonzero().squeeze(1).tolist() if len(social) and len(s.models) > 1 else []:
+            r = fed.map(self.weigh, x=s.models[k], to=social)
+            better = r.values.double().squeeze(-1) < lowest[r.ids] if len(r) else labels[:0] > 0
+            lowest[r.ids[better]] = r.values[better].double().squeeze(-1) if len(r) else lowest[:0]
+            labels[r.ids[better]] = k
+        lost = labels[asked] < 0
+        return labels.index_fill(0, asked[lost], 0) if lost.any() else labels
+
+    def weigh(self, client: Client, x: Tensor) -> Tensor:
+        return client.batch_loss(x) if self.judge == "batch" else client.loss(x)
+
+    def improve(self, client: Client, x: Tensor) -> Tensor:
+        return self._update(client, x)
+
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if self.clusters:
+            return {"models": s.models}, {}
+        own = s.models[s.labels.clamp(min=0)]
+        return {}, {"x": torch.where((s.labels >= 0).unsqueeze(-1), own, s.models.mean(0))}
+
+    def deploy(self, client: Client, models: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        if models is None:
+            assert x is not None
+            return x
         return self._chosen(client, models if models.dim() < len(client.lead) + 3 else models[..., 0, :, :])[
             0
         ]
 
     def common(self, fed: Federation, s: State) -> Tensor:
         models: Tensor = s.models.reshape(-1, fed.d)
-        return models[: self.clusters].mean(0)
+        return models[: self.clusters or len(models)].mean(0)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         return cluster_quality(s.labels, fed.clusters)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sets = self.restarts
-        return {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
+        given = {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
+        return {**given, **self.finding_traffic(d), "weigh": (d, 1), "improve": (d, d)}
 
     def _initial(self, fed: Federation, k: int) -> Tensor:
         seed = int(randomness.key(fed.seed, "ifca start", k)) & 0x7FFFFFFF
@@ -142,13 +202,14 @@ class Ifca(Algorithm):
         """Return new models and labels from the answers; a choice outside 0..clusters-1 is ignored."""
         picked = choice.squeeze(-1).round().long()
         member = picked == torch.arange(len(models), device=models.device).unsqueeze(1)
-        member = member.to(update.dtype)
+        member = member.to(update.dtype) * (r.weights.T if self.weighting == "size" else 1.0)
         count = member.sum(1, keepdim=True)
         total = member @ update
         if self.average == "gradient":
-            divisor = count.clamp(min=1) if self.divide == "cluster" else max(1.0, float(count.sum()))
+            all_of = float(r.weights.sum()) if self.weighting == "size" else len(r)
+            divisor = torch.where(count > 0, count, 1.0) if self.divide == "cluster" else all_of
             after = models - self.lr * total / divisor
         else:
-            after = torch.where(count > 0, total / count.clamp(min=1), models)
+            after = torch.where(count > 0, total / torch.where(count > 0, count, 1.0), models)
         valid = (picked >= 0) & (picked < len(models))
         return after, labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))

@@ -10,6 +10,7 @@ from torch import Tensor
 from coterie.algorithms.base import Algorithm, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.state import State
 
 
@@ -23,6 +24,10 @@ class Oracle(Algorithm):
     lr: float = setting(0.05, "local step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    weighting: str = setting(
+        "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
+    )
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
     def start(self, fed: Federation) -> State:
         clusters = fed.known_clusters(self.name)
@@ -31,7 +36,7 @@ class Oracle(Algorithm):
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
         r = fed.map(self.train, each={"x": self._own(fed, s, ids)}, to=ids)
-        return State(centres=r.mean(by=fed.known_clusters(), default=s.centres))
+        return State(centres=r.mean(uniform=self.weighting == "uniform", by=fed.known_clusters(), default=s.centres))
 
     def train(self, client: Client, x: Tensor) -> Tensor:
         return client.sgd(x, self.lr, self.steps)

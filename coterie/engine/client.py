@@ -11,10 +11,11 @@ from torch import Tensor
 
 from coterie._core import broadcast, randomness, threads
 from coterie._core.errors import SettingError
+from coterie.engine import optimizers
 from coterie.engine.client_batches import ClientBatches
 from coterie.engine.encoding import Encoder
 from coterie.engine.keep import Keep
-from coterie.models import fast
+from coterie.models import blocks, fast
 from coterie.models.fast.lazy_models import materialize
 from coterie.models.groups import ParameterGroups
 from coterie.models.local_sgd import SgdJob
@@ -41,11 +42,13 @@ class Client:
         batch: int,
         encoder: Encoder | None = None,
         threads: int = 1,
+        optimizer: str = "sgd",
     ) -> None:
         self._runtime, self._at, self._make_keys, self._batch = runtime, at, keys, batch
         self._keys: Tensor | None = None
         self.batches = ClientBatches(runtime, at, lambda: self.keys, batch)
         self.encoder = encoder or Encoder()
+        self.optimizer = optimizer  # of `sgd`
         self.threads = threads  # that compute parts of this stack
         self.whole = False  # whether nobody else is visited in this call
         self.lead = runtime.ids.shape if at is None else at.shape
@@ -111,6 +114,34 @@ class Client:
         grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
         return grad if mask is None else grad * mask
 
+    def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient at x on all training rows, at most so many, and how far chance has moved it.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+        most : int, optional
+            Rows of a client that are used.
+
+        Returns
+        -------
+        grad : Tensor, [..., d]
+        noise : Tensor, [..., 1]
+            Expected squared distance between this gradient and that of the distribution the rows come from, estimated
+            from blocks of rows; for a client with one row, the squared length of the gradient.
+        dimensions : Tensor, [..., 1]
+            How many dimensions such differences fill, roughly.
+        """
+
+        def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            few = blocks.first_rows(inputs, targets, weight, most)
+            return torch.cat(blocks.mean_and_noise(self.model.grad, w, *few), -1)
+
+        self.model.require_gradients()
+        found = self.over_rows(measured, materialize(x))
+        return found[..., :-2], found[..., -2:-1], found[..., -1:]
+
     def sgd(
         self,
         x: Tensor,
@@ -123,6 +154,9 @@ class Client:
         mask: Tensor | None = None,
     ) -> Tensor:
         """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor)), each on a fresh minibatch.
+
+        An algorithm with the setting `optimizer` takes steps of that optimiser instead, whose memory the client keeps,
+        one for each stream.
 
         Parameters
         ----------
@@ -148,7 +182,8 @@ class Client:
         rows, x = self._runtime.train, materialize(x)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
         stacked = len(self.lead) == 1 and not self._runtime.loop and x.device.type == "cpu"
-        if stacked and mask is None and steps and 0 < self._batch < rows.largest:
+        plain = self.optimizer == "sgd"
+        if plain and stacked and mask is None and steps and 0 < self._batch < rows.largest:
             draws = self.batches.draws(stream, steps)
             job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads)
             path = fast.find("sgd", job)
@@ -161,6 +196,8 @@ class Client:
         if self.model.tracks:
             parameters = ~self.groups["buffers"]
             mask = parameters if mask is None else mask & parameters
+        kept = f"{self.optimizer} {stream}".strip()
+        memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
             grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, stream)
             x = self._tracked(x, stream)
@@ -168,9 +205,19 @@ class Client:
                 grad.add_((x - anchor).mul_(prox))
             if mask is not None:
                 grad.mul_(mask)
+            if memory is not None:
+                moved, memory = optimizers.step(self.optimizer, x, grad, lr, memory)
+                x = moved if mask is None else torch.where(mask > 0, moved, x)
+                continue
             grad.mul_(lr)
             x = x.sub_(grad) if k else x - grad
+        if memory is not None:
+            setattr(self.keep, kept, memory)
         return x
+
+    def _kept_memory(self, name: str, x: Tensor) -> Tensor:
+        """Return what the optimiser remembers of the steps before, nothing at first."""
+        return self.kept_or_zero(name, optimizers.memory_like(self.optimizer, x))
 
     def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
         """Return the loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""

@@ -233,7 +233,8 @@ class LocalRuntime(Runtime):
             return None
         if len(self.train.x) * self.model.d < threads.SHARED_PRODUCTS:
             return None
-        return Client(self, None, lambda: visit_keys(self.seed, call, self.ids, None), call.algorithm.batch)
+        keys = functools.partial(visit_keys, self.seed, call, self.ids, None)
+        return Client(self, None, keys, call.algorithm.batch, optimizer=_optimizer(call))
 
     def _visited(
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
@@ -308,7 +309,9 @@ class LocalRuntime(Runtime):
 
         def client(at: Tensor | None, rows: slice | int) -> Client:
             encoder = Encoder(call.compress, call.phase)
-            return Client(self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads)
+            return Client(
+                self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads, _optimizer(call)
+            )
 
         count = (self.ids if visits.at is None else visits.at).shape[0]
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
@@ -435,3 +438,8 @@ class LocalRuntime(Runtime):
 
 def _no_draws() -> Tensor:
     raise CoterieError("a phase draws random numbers while several rounds are computed at once")
+
+
+def _optimizer(call: Call) -> str:
+    """Return the optimiser of local steps, a setting of algorithms that use `client.sgd`."""
+    return str(getattr(call.algorithm, "optimizer", "sgd"))

@@ -16,6 +16,7 @@ from torch import Tensor
 import coterie
 from coterie._core.errors import DataError, RunError
 from coterie.algorithms import all_algorithms, make
+from coterie.algorithms.cobo import PRINTED
 from coterie.data import bundled, tables
 from coterie.engine.state import State
 from coterie.train.adapt import _step_size, adapt, collaborators, load_state, personal_models
@@ -64,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "fine-tuned": make("fine-tuned", batch=0, tuning_steps=7),
         "ditto": make("ditto", batch=0, lam=0.7, lr=0.3),
         "ifca": make("ifca", clusters=3, restarts=5, trial=5),
-        "cobo": make("cobo", gamma=0.1, sampling="all"),
+        "cobo": make("cobo", **{**PRINTED, "gamma": 0.1, "sampling": "all"}),
         "pfl-tc": make("pfl-tc", clusters=3),
     }
     for name, method in methods.items():
