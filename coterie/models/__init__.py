@@ -7,6 +7,7 @@ from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
+from coterie.models.trees import trees
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "replace_batchnorm",
     "resnet9",
     "softmax",
+    "trees",
 ]

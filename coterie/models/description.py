@@ -11,6 +11,7 @@ from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
+from coterie.models.trees import restore as restore_trees
 from coterie.models.zoo import FACTORIES, restore
 
 
@@ -40,7 +41,7 @@ def from_description(description: dict[str, Any]) -> Model:
     True
     """
     kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
-    kinds["causal_lm"] = causal_lm
+    kinds |= {"causal_lm": causal_lm, "trees": restore_trees}
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     settings = dict(description)
     name = settings.pop("model", None)
