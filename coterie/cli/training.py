@@ -146,6 +146,7 @@ def fit(
         seed=seed,
         dropout=dropout,
         l2=l2,
+        model=None if isinstance(method, str) else method.own_model(rounds),
     )
     console.notes(fed.table.warnings)
     if budget_mb is not None and not isinstance(method, str):

@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.models.objectives import Objective
 
 SHARED = 1e30  # a pull that leaves nothing personal
-PULLS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, SHARED)
+PULLS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, SHARED)
 
 
 @dataclass(frozen=True)

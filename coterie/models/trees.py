@@ -154,7 +154,8 @@ class Trees(Model):
         splits = splits[..., :count, :, :, :].flatten(-4, -3)
         if w.dim() == 1:
             return leaves(splits, self.categorical, x)
-        splits, rows = splits.reshape(-1, *splits.shape[-3:]), x.reshape(-1, *x.shape[-2:])
+        stack = w.shape[:-1].numel()
+        splits, rows = splits.reshape(stack, *splits.shape[-3:]), x.reshape(stack, *x.shape[-2:])
         if bool((splits == splits[:1]).all()):
             found = leaves(splits[0], self.categorical, rows.flatten(0, 1))
         else:
