@@ -17,7 +17,7 @@ from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
 from coterie.models.histograms import assign, histograms
-from coterie.models.personal_leaves import PULLS, SHARED, Step, boost
+from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, nodes_of
 from coterie.models.tree_growth import Growth, Rules, bounds
 from coterie.models.tree_walk import FEATURE, MOST_LEVELS, PARENT, THRESHOLD
 from coterie.models.trees import Trees
@@ -102,8 +102,8 @@ class BoostedTrees(Algorithm):
             edges=edges.to(fed.device),
             signs=self.signs(fed, model).to(fed.device),
             balance=balance,
-            pulls=torch.zeros(model.trees, dtype=fed.dtype, device=fed.device),
-            judged=torch.zeros(len(PULLS), dtype=fed.dtype, device=fed.device),
+            pulls=torch.zeros(model.trees, 2, dtype=fed.dtype, device=fed.device),
+            judged=torch.zeros(2 * len(PULLS), dtype=fed.dtype, device=fed.device),
             planted=0,
             best=0,
             lowest=NEVER,
@@ -118,13 +118,12 @@ class BoostedTrees(Algorithm):
         if grown is None:
             return s
         splits, values, pull = grown.splits.to(fed.device), grown.values().to(s.x), self.pull(s)
-        replies = fed.map(
-            self.plant, splits=splits, values=values, signs=s.signs, pull=pull, place=s.planted
-        )
+        sent = {"splits": splits, "values": values, "signs": s.signs, "root": pull[0], "deep": pull[1]}
+        replies = fed.map(self.plant, **sent, place=s.planted)
         x, pulls, at = s.x.clone(), s.pulls.clone(), s.planted
         model.parts(x)[1][at] = self.in_units(model, splits, s.edges)
         model.parts(x)[2][at] = self.lr * values
-        pulls[at] = pull
+        pulls[at] = pulls.new_tensor(pull)
         judged = MEMORY * s.judged + _total(replies, "judged") if len(replies) else s.judged
         s = s.replace(x=x, pulls=pulls, judged=judged, planted=at + 1)
         return self.stopped(model, s, replies)
@@ -150,13 +149,13 @@ class BoostedTrees(Algorithm):
             before = replies.ids
         return growth
 
-    def pull(self, s: State) -> float:
-        """Return lambda of the next tree."""
-        if self.lambda_ == "shared":
-            return SHARED
-        if self.lambda_ != "auto":
-            return float(self.lambda_)
-        return PULLS[int(s.judged.argmin())] if s.planted else FIRST_PULL
+    def pull(self, s: State) -> tuple[float, float]:
+        """Return lambda of the root and of the nodes below it for the next tree."""
+        if self.lambda_ == "auto":
+            root, deep = (PULLS[int(part.argmin())] for part in s.judged.chunk(2))
+            return (root, deep) if s.planted else (FIRST_PULL, FIRST_PULL)
+        given = SHARED if isinstance(self.lambda_, str) else float(self.lambda_)
+        return given, given
 
     def stopped(self, model: Trees, s: State, replies: Replies) -> State:
         """Return the state with the number of trees to deploy, and whether growth ends."""
@@ -200,14 +199,13 @@ class BoostedTrees(Algorithm):
             for tree in range(planted):
                 leaf = found[..., tree, :]
                 if split == "train":
-                    limits = bounds(splits[tree], shared[tree] / self.lr, signs)
-                    step = Step(model.loss_of, shared[tree] / self.lr, *limits, self.lr, float(pulls[tree]))
+                    step = self.step(model, splits[tree], shared[tree] / self.lr, signs, *pulls[tree].tolist())
                     own, scores, _ = boost(step, scores, target, here, leaf)
                     values[..., tree, :, :] = self.lr * own
                 else:
                     scores = scores + _moves(values[..., tree, :, :], leaf).unsqueeze(-3)
             self.keep_rows(client, split, to_bins(rows, edges, model.categorical), target, here, scores)
-        client.keep.values = values
+        client.keep.values, client.keep.sign = values, _sign(client)
 
     def keep_rows(
         self, client: Client, split: str, bins: Tensor, target: Tensor, weight: Tensor, scores: Tensor
@@ -225,22 +223,25 @@ class BoostedTrees(Algorithm):
         """Return the sums of derivatives by tree, node, feature and bin, [..., trees, nodes, features, bins, 2]."""
         lead, bins = len(client.lead), client.keep.bins
         leaf = self.leaf(client, bins, _one(splits, lead))
-        whole = (bins, client.keep.pairs.double(), leaf)
+        pairs = client.keep.pairs.double()
+        if self.contrasts:
+            pairs = torch.cat([pairs, pairs[..., :1] * client.keep.sign.double().view(*client.lead, 1, 1, 1)], -1)
+        whole = (bins, pairs, leaf)
         stacked = whole if lead else tuple(part.unsqueeze(0) for part in whole)
         sums = histograms(*stacked, _one(nodes, lead), self.bins)
         return sums if lead else sums.squeeze(0)
 
     def plant(
-        self, client: Client, splits: Tensor, values: Tensor, signs: Tensor, pull: float, place: int
+        self, client: Client, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float, place: int
     ) -> dict[str, Tensor]:
         """Give the leaves of new trees their values and move the scores; return how every lambda would have done."""
         model, lead, keep = _trees(client), len(client.lead), client.keep
         splits, values, signs = (_one(value, lead) for value in (splits, values, signs))
         leaf = self.leaf(client, keep.bins, splits).long()
-        step = Step(model.loss_of, values, *bounds(splits, values, signs), self.lr, pull)
+        step = self.step(model, splits, values, signs, root, deep)
         own, scores, judged = boost(step, keep.scores, keep.target, keep.weight, leaf)
         keep.pairs = _pairs(client, scores.select(-3, 0), keep.target, keep.weight)
-        keep.scores = scores
+        keep.scores, keep.sign = scores, _sign(client)
         mine = keep.values.clone()
         mine[..., place, :, :] = self.lr * own
         keep.values = mine
@@ -250,6 +251,11 @@ class BoostedTrees(Algorithm):
         losses = model.loss_of.loss(held.squeeze(-3), keep.held_target) * keep.held_weight
         rows = torch.stack([losses.sum(-1), keep.held_weight.sum(-1)], -1)
         return {"judged": judged, "held": rows}
+
+    def step(self, model: Trees, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float) -> Step:
+        """Return what a client needs to give the leaves of these trees its values."""
+        limits = bounds(splits, values, signs)
+        return Step(model.loss_of, nodes_of(splits), values, *limits, self.lr, root, deep)
 
     def leaf(self, client: Client, bins: Tensor, splits: Tensor) -> Tensor:
         """Return the leaf of each row in the trees of this round, int32 [..., B, trees]."""
@@ -292,18 +298,23 @@ class BoostedTrees(Algorithm):
         assert isinstance(model, Trees)
         c, features, classes = model.outputs, model.width, model.classes or 1
         tree, most = c * (model.leaves - 1) * 4, c * max(1, self.leaves // 2)
-        start = model.d + features * (self.bins - 2) + features + classes + model.trees + 1
+        start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
         return {
             "survey": (0, 2 * POINTS * features * self.bins + classes + 1),
             "begin": (start, 0),
-            "histogram": (tree + most, most * features * self.bins * 2),
-            "plant": (tree + c * model.leaves + features + 2, len(PULLS) + 2),
+            "histogram": (tree + most, most * features * self.bins * (3 if self.contrasts else 2)),
+            "plant": (tree + c * model.leaves + features + 3, 2 * len(PULLS) + 2),
             "join": (start + 1, model.d),
         }
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Declare the communication for one feature and one tree; `traffic_of` knows the model."""
         return self.traffic_of(Trees(1, self.leaves, "regression", features=1))
+
+    @property
+    def contrasts(self) -> bool:
+        """True if splits are also chosen for what they tell of differences between clients."""
+        return self.lambda_ != "shared"
 
     def model_of(self, fed: Federation) -> Trees:
         """Return the model of a federation; raise `SettingError` if it is not for this method."""
@@ -367,6 +378,11 @@ def _trees(client: Client) -> Trees:
 def _total(replies: Replies, name: str = UNNAMED) -> Tensor:
     """Return the sum of the answers, by way of their mean: sums are all that the server needs to see."""
     return replies.mean(name, uniform=True) * len(replies)
+
+
+def _sign(client: Client) -> Tensor:
+    """Return a random sign for the next trees, [..., 1]."""
+    return torch.where(client.uniform("sign") < 0.5, -1.0, 1.0)
 
 
 def _one(value: Tensor, lead: int) -> Tensor:

@@ -50,7 +50,8 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
     bins
         Binned features of k clients, uint8 [k, B, features].
     pairs
-        First and second derivatives, float64 [k, B, trees, 2], zero on padding.
+        First and second derivatives, and perhaps the first with the sign of the client, float64 [k, B, trees, 2 or 3],
+        zero on padding.
     leaf
         Leaf of each row, int32 [k, B, trees].
     nodes
@@ -61,7 +62,7 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
     Returns
     -------
     Tensor
-        [k, trees, asked, features, bins, 2].
+        [k, trees, asked, features, bins, 2 or 3].
     """
     path = fast.find("tree histograms", bins)
     if path is not None:
@@ -69,7 +70,7 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
         return found
     k, rows, features = bins.shape
     trees, asked = nodes.shape
-    sums = pairs.new_zeros(k * trees * asked * features * count, 2)
+    sums = pairs.new_zeros(k * trees * asked * features * count, pairs.shape[-1])
     client = torch.arange(k, device=bins.device).repeat_interleave(rows)
     wide = bins.reshape(-1, features).long()
     for tree in range(trees):
@@ -78,7 +79,7 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
                 continue
             mine = (leaf[..., tree].reshape(-1) == node).nonzero().squeeze(-1)
             start = ((client[mine] * trees + tree) * asked + place) * features * count
-            added = pairs[..., tree, :].reshape(-1, 2)[mine]
+            added = pairs[..., tree, :].reshape(-1, pairs.shape[-1])[mine]
             for feature in range(features):
                 sums.index_add_(0, start + feature * count + wide[mine, feature], added)
-    return sums.view(k, trees, asked, features, count, 2)
+    return sums.view(k, trees, asked, features, count, pairs.shape[-1])

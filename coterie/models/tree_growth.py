@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.models.tree_walk import FEATURE, MISSING, PARENT, THRESHOLD, void
+from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, THRESHOLD, void
 
 ORDERING = 10.0  # curvature added to each level of a category when levels are put in order
 
@@ -63,9 +63,9 @@ def reduction(sums: Tensor, at: Tensor, smoothing: float) -> Tensor:
     return -at * (2 * sums[..., 0] + (sums[..., 1] + smoothing) * at)
 
 
-def _score(sums: Tensor, smoothing: float) -> Tensor:
+def _score(sums: Tensor, smoothing: float, which: int = 0) -> Tensor:
     """Return G^2 / (H + smoothing), the `reduction` by the best value."""
-    return sums[..., 0].square() / (sums[..., 1] + smoothing).clamp(min=torch.finfo(sums.dtype).tiny)
+    return sums[..., which].square() / (sums[..., 1] + smoothing).clamp(min=torch.finfo(sums.dtype).tiny)
 
 
 def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> Best:
@@ -74,24 +74,26 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     Parameters
     ----------
     histograms
-        Sums of first and second derivatives, [nodes, features, bins, 2]; the last bin is for missing values.
+        Sums of first and second derivatives, [nodes, features, bins, 2]; the last bin is for missing values. With a third
+        number, the sum of first derivatives with a random sign for each client, a split gains also by what it tells
+        of the differences between clients: the square of that sum is on average the sum of the clients' squares.
     low, high
         Bounds of the values in each node, [nodes].
     rules
         What a split must fulfil.
     """
-    nodes, features, bins, _ = histograms.shape
+    nodes, features, bins, width = histograms.shape
     values, gone = histograms[:, :, :-1], histograms[:, :, -1]
     total = histograms[:, 0].sum(1)
     order = torch.arange(bins - 1, device=values.device).expand(nodes, features, -1)
     if bool(rules.categorical.any()):
         mean = values[..., 0] / (values[..., 1] + ORDERING)
-        ranked = torch.where(values[..., 1] > 0, mean, torch.inf).argsort(-1, stable=True)
+        ranked = torch.where(values[..., 1] > 0, mean, torch.inf).argsort(dim=-1, stable=True)
         order = torch.where(rules.categorical.unsqueeze(-1), ranked, order)
         values = values.gather(2, order.unsqueeze(-1).expand_as(values))
     upto = values.cumsum(2)
     left = torch.stack([upto, upto + gone.unsqueeze(2)], 1)  # missing values go right, or left
-    right = total.view(nodes, 1, 1, 1, 2) - left
+    right = total.view(nodes, 1, 1, 1, width) - left
     allowed = (left[..., 1] >= rules.least) & (right[..., 1] >= rules.least)
     if bool(rules.signs.any()):
         lows, highs = low.view(nodes, 1, 1, 1), high.view(nodes, 1, 1, 1)
@@ -101,6 +103,9 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     else:
         gains = _score(left, rules.smoothing) + _score(right, rules.smoothing)
     parent = reduction(total, value(total, rules.smoothing, low, high), rules.smoothing)
+    if width > 2:
+        gains = gains + _score(left, rules.smoothing, 2) + _score(right, rules.smoothing, 2)
+        parent = parent + _score(total, rules.smoothing, 2)
     gains = gains - parent.view(nodes, 1, 1, 1)
     gains = torch.where(allowed, gains, -torch.inf).flatten(1)
     gain, where = gains.max(1)
@@ -111,7 +116,8 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     larger = (chosen[:, 1] < total[:, 1] - chosen[:, 1]).long()  # 1: more lies on the right
     missing = torch.where(nothing, larger, 1 - stays)
     codes, ranks = order[node, feature], torch.arange(bins - 1, device=where.device)
-    bits = torch.where(ranks > place.unsqueeze(-1), torch.exp2(codes.double()), 0.0).sum(-1)
+    chosen_codes = (ranks > place.unsqueeze(-1)) & (codes < MOST_LEVELS)
+    bits = torch.where(chosen_codes, torch.exp2(codes.double()), 0.0).sum(-1)
     threshold = torch.where(rules.categorical[feature], bits, place.double())
     return Best(gain, feature, threshold, missing, chosen)
 
@@ -157,7 +163,7 @@ class Growth:
         Parameters
         ----------
         histograms
-            Sums [trees, asked, features, bins, 2] of the asked leaves.
+            Sums [trees, asked, features, bins, 2 or 3] of the asked leaves.
         others
             Those of their siblings, if they are not to be the difference to their parents.
         """
@@ -175,7 +181,7 @@ class Growth:
                     frontier.append((tree, sibling))
                     found.append(parent - mine if others is None else others[tree, place])
                 else:
-                    self.sums[tree, leaf] = mine[0].sum(0)
+                    self.sums[tree, leaf] = mine[0].sum(0)[:2]
         at = tuple(torch.tensor(frontier).t())
         stacked = torch.stack(found)
         best = best_splits(stacked, self.low[at], self.high[at], self.rules)
@@ -183,7 +189,7 @@ class Growth:
         for k in best.gain.argsort(descending=True, stable=True).tolist():
             tree, leaf = frontier[k]
             if float(best.gain[k]) > self.rules.gain and self.count[tree] < self.leaves:
-                asked, sibling = self._split(tree, leaf, best, k, stacked[k, 0].sum(0))
+                asked, sibling = self._split(tree, leaf, best, k, stacked[k, 0].sum(0)[:2])
                 self.siblings[tree, asked] = sibling, stacked[k]
                 fresh[tree].append(asked)
         width = max(1, *map(len, fresh))
@@ -200,7 +206,7 @@ class Growth:
         split = self.splits[tree, fresh - 1]
         split[PARENT], split[FEATURE] = leaf, feature
         split[THRESHOLD], split[MISSING] = best.threshold[k], best.missing[k]
-        left, right = best.left[k], total - best.left[k]
+        left, right = best.left[k, :2], total - best.left[k, :2]
         self.sums[tree, leaf], self.sums[tree, fresh] = left, right
         low, high = self.low[tree, leaf].clone(), self.high[tree, leaf].clone()
         self.low[tree, fresh], self.high[tree, fresh] = low, high

@@ -33,11 +33,12 @@ void coterie_tree_leaves(const uint8_t *bins, int64_t rows, int64_t features, co
     }
 }
 
-/* Adds to sums [clients][trees][asked][features][bins][2] for the features first..last only. */
+/* Adds to sums [clients][trees][asked][features][bins][width] for the features first..last only; width is 2 or 3. */
 void coterie_tree_histograms(const uint8_t *bins, const double *pairs, const int32_t *leaf, const int32_t *place,
                              int64_t clients, int64_t rows, int64_t features, int64_t trees, int64_t leaves,
-                             int64_t asked, int64_t count, int64_t first, int64_t last, double *sums) {
-    const int64_t node = features * count * 2, stride = count * 2;
+                             int64_t asked, int64_t count, int64_t width, int64_t first, int64_t last,
+                             double *sums) {
+    const int64_t node = features * count * width, stride = count * width;
     for (int64_t client = 0; client < clients; client++)
         for (int64_t row = client * rows; row < (client + 1) * rows; row++) {
             const uint8_t *x = bins + row * features;
@@ -45,14 +46,25 @@ void coterie_tree_histograms(const uint8_t *bins, const double *pairs, const int
                 const int64_t slot = place[tree * leaves + leaf[row * trees + tree]];
                 if (slot < 0)
                     continue;
-                const double g = pairs[(row * trees + tree) * 2], h = pairs[(row * trees + tree) * 2 + 1];
+                const double *own = pairs + (row * trees + tree) * width;
+                const double g = own[0], h = own[1];
                 if (h == 0.0 && g == 0.0)
                     continue; /* padding */
                 double *cell = sums + ((client * trees + tree) * asked + slot) * node + first * stride;
-                for (int64_t feature = first; feature < last; feature++, cell += stride) {
-                    double *mine = cell + 2 * x[feature];
-                    mine[0] += g;
-                    mine[1] += h;
+                if (width == 2)
+                    for (int64_t feature = first; feature < last; feature++, cell += stride) {
+                        double *mine = cell + 2 * x[feature];
+                        mine[0] += g;
+                        mine[1] += h;
+                    }
+                else {
+                    const double signed_g = own[2];
+                    for (int64_t feature = first; feature < last; feature++, cell += stride) {
+                        double *mine = cell + 3 * x[feature];
+                        mine[0] += g;
+                        mine[1] += h;
+                        mine[2] += signed_g;
+                    }
                 }
             }
         }

@@ -50,10 +50,10 @@ def walk(x: Tensor, tables: tuple[Tensor, ...], leaf: Tensor, first: int, last: 
 def histograms(
     bins: Tensor, pairs: Tensor, leaf: Tensor, place: Tensor, sums: Tensor, first: int, last: int
 ) -> None:
-    """Add the pairs of all rows to sums [clients, trees, asked, features, bins, 2], for features first..last."""
+    """Add the derivatives of all rows to sums [clients, trees, asked, features, bins, 2 or 3], for some features."""
     assert library is not None
-    clients, trees, asked, features, count, _ = sums.shape
-    sizes = (clients, bins.shape[1], features, trees, place.shape[1], asked, count, first, last)
+    clients, trees, asked, features, count, width = sums.shape
+    sizes = (clients, bins.shape[1], features, trees, place.shape[1], asked, count, width, first, last)
     library.coterie_tree_histograms(
         _at(bins), _at(pairs), _at(leaf), _at(place), *(ctypes.c_int64(value) for value in sizes), _at(sums)
     )

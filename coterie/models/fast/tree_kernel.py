@@ -27,7 +27,7 @@ def leaves(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int) -> T
 
 
 def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: int) -> Tensor:
-    """Return the sums of pairs, [k, trees, asked, features, bins, 2]; each thread has features of its own."""
+    """Return the sums of pairs, [k, trees, asked, features, bins, 2 or 3]; each thread has features of its own."""
     (k, rows, features), (trees, asked) = bins.shape, nodes.shape
     most = max(int(leaf.max()) if leaf.numel() else 0, int(nodes.max())) + 1
     place = torch.full((trees, most), -1, dtype=torch.int32)
@@ -35,7 +35,7 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
     place[tree, nodes[tree, at]] = at.to(torch.int32)
     if bins.numel() and int(bins.max()) >= count:
         raise IndexError("a bin is out of range")
-    sums = torch.zeros(k, trees, asked, features, count, 2, dtype=torch.float64)
+    sums = torch.zeros(k, trees, asked, features, count, pairs.shape[-1], dtype=torch.float64)
     given = (bins.contiguous(), pairs.double().contiguous(), leaf.contiguous(), place, sums)
 
     def part(columns: slice) -> None:
