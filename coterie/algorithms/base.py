@@ -15,6 +15,7 @@ from coterie._core.errors import SettingError, nearest
 from coterie.engine.calls import arguments
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
+from coterie.models.base import Model
 
 
 def setting(
@@ -280,6 +281,39 @@ class Algorithm:
             The bound.
         """
         return math.inf
+
+    varying: ClassVar[frozenset[str]] = frozenset()
+    """Phases whose messages may be shorter than `traffic` declares, because what is asked depends on the data."""
+
+    def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
+        """Declare the communication for a model, where more of it matters than its number of parameters.
+
+        Parameters
+        ----------
+        model
+            The model that is trained.
+
+        Returns
+        -------
+        dict of str to tuple of int
+            As `traffic`, which it is by default.
+        """
+        return self.traffic(model.d)
+
+    def own_model(self, rounds: int) -> Model | None:
+        """Return the model that this method trains, if it is not for any model.
+
+        Parameters
+        ----------
+        rounds
+            Number of rounds it is to be trained for.
+
+        Returns
+        -------
+        Model or None
+            None, by default: the method trains the model that it is given.
+        """
+        return None
 
     def replace(self, **changes: Any) -> Self:
         """Return the same algorithm with some hyperparameters changed.

@@ -149,6 +149,7 @@ def fit(
         seed=seed,
         dropout=dropout,
         l2=l2,
+        model=None if isinstance(method, str) else method.own_model(rounds),
     )
     console.notes(fed.table.warnings)
     if from_theory:

@@ -20,6 +20,8 @@ from coterie.data.tables import TableSpec
 if TYPE_CHECKING:
     import polars
 
+STANDARD, RAW = "standard", "raw"  # the encodings: for linear models and networks, and for trees
+MOST_CODES = 48  # levels of a category that is one column of codes in the encoding "raw"
 _ROUNDING = 1e-12  # a standard deviation below this share of the mean is rounding, not variation
 
 
@@ -151,6 +153,9 @@ class Preprocessor:
     Numbers are standardised, and categories become 0/1 columns. A missing number becomes the mean, and is marked in
     `<column>_missing` if training rows had missing values; a level that training rows did not have becomes all zeros.
 
+    With the encoding "raw", which trees take, numbers stay as they are, categories of up to 48 levels are codes
+    0, 1, ... in one column, and missing values and unknown levels are NaN.
+
     Parameters
     ----------
     spec
@@ -163,6 +168,8 @@ class Preprocessor:
         Mean of the target; 0 for classes.
     target_sd
         Standard deviation of the target; 1 for classes.
+    encoding
+        "standard" or "raw".
 
     Examples
     --------
@@ -183,9 +190,16 @@ class Preprocessor:
     choices: tuple[OneHot, ...]
     target_mean: float
     target_sd: float
+    encoding: str = STANDARD
 
     @classmethod
-    def from_statistics(cls, spec: TableSpec, statistics: Statistics) -> Self:
+    def from_statistics(
+        cls,
+        spec: TableSpec,
+        statistics: Statistics,
+        encoding: str = STANDARD,
+        target_in_units: bool = False,
+    ) -> Self:
         """Fit from the merged statistics of all clients' training rows.
 
         Parameters
@@ -194,6 +208,10 @@ class Preprocessor:
             What each column is for.
         statistics
             Merged statistics.
+        encoding
+            "standard" or "raw".
+        target_in_units
+            Leave a numeric target as it is instead of standardising it.
 
         Returns
         -------
@@ -215,8 +233,9 @@ class Preprocessor:
             spec,
             tuple(scale for scale in scales if scale.sd or scale.missing),
             tuple(choice for choice in choices if len(choice.levels) + choice.missing > 1),
-            target.mean,
-            target.sd or 1.0,
+            0.0 if target_in_units else target.mean,
+            1.0 if target_in_units else target.sd or 1.0,
+            encoding,
         )
         if not fitted.feature_names:
             raise DataError(
@@ -241,16 +260,29 @@ class Preprocessor:
             sources[encoded] = column
 
         for scale in self.scales:
-            if scale.sd:
+            if scale.sd or self.encoding == RAW:
                 add(scale.name, scale.name)
-            if scale.missing:
+            if scale.missing and self.encoding == STANDARD:
                 add(f"{scale.name}_missing", scale.name)
         for choice in self.choices:
+            if self.as_codes(choice):
+                add(choice.name, choice.name)
+                continue
             for level in choice.levels:
                 add(f"{choice.name}={level}", choice.name)
             if choice.missing:
                 add(f"{choice.name}_missing", choice.name)
         return sources
+
+    def as_codes(self, choice: OneHot) -> bool:
+        """Return True if a category is one column of codes instead of a column per level."""
+        return self.encoding == RAW and len(choice.levels) <= MOST_CODES
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Number of levels of each encoded feature that is a column of codes; 0 for the others."""
+        codes = {choice.name: len(choice.levels) for choice in self.choices if self.as_codes(choice)}
+        return tuple(codes.get(name, 0) for name in self.feature_names)
 
     @property
     def feature_names(self) -> list[str]:
@@ -276,13 +308,17 @@ class Preprocessor:
         Returns
         -------
         Tensor
-            Standardised numbers, and 0 or 1 for categories and missing values.
+            Standardised numbers, and 0 or 1 for categories and missing values; see the class for "raw".
         """
         features = np.zeros((frame.height, len(self.feature_names)))
         place = 0
         for scale in self.scales:
             _require(frame, scale.name, source)
             values = columns.numbers(frame, scale.name, source, self._client_in(frame))
+            if self.encoding == RAW:
+                features[:, place] = values.cast(float).fill_null(math.nan).to_numpy()
+                place += 1
+                continue
             if scale.sd:
                 features[:, place] = ((values - scale.mean) / scale.sd).fill_null(0.0).to_numpy()
                 place += 1
@@ -292,6 +328,11 @@ class Preprocessor:
         for choice in self.choices:
             _require(frame, choice.name, source)
             level = columns.codes(columns.labels(frame[choice.name]), choice.levels)
+            if self.as_codes(choice):
+                gone = (level < 0) | frame[choice.name].is_null().to_numpy()
+                features[:, place] = np.where(gone, math.nan, level)
+                place += 1
+                continue
             level[frame[choice.name].is_null().to_numpy()] = len(choice.levels) if choice.missing else -1
             known = np.flatnonzero(level >= 0)
             features[known, place + level[known]] = 1.0
@@ -359,10 +400,12 @@ class Preprocessor:
 
     def to_json(self) -> str:
         """Return everything but the warnings as JSON; floats come back bit for bit."""
-        return json.dumps(
-            dataclasses.asdict(dataclasses.replace(self, spec=dataclasses.replace(self.spec, warnings=[]))),
-            allow_nan=False,
+        stored = dataclasses.asdict(
+            dataclasses.replace(self, spec=dataclasses.replace(self.spec, warnings=[]))
         )
+        if self.encoding == STANDARD:
+            del stored["encoding"]  # as files before there was another
+        return json.dumps(stored, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -374,6 +417,7 @@ class Preprocessor:
             tuple(OneHot(**choice) for choice in stored["choices"]),
             stored["target_mean"],
             stored["target_sd"],
+            stored.get("encoding", STANDARD),
         )
 
 

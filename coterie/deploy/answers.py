@@ -13,6 +13,7 @@ from coterie.deploy import messages, wire
 from coterie.deploy.transport import Envelope
 from coterie.engine.phase_output import all_finite
 from coterie.engine.protocol import Call
+from coterie.models.base import Model
 
 SPARE_BYTES = 1 << 20  # what an answer may weigh beyond twice what is expected of its phase
 
@@ -97,7 +98,9 @@ def _floats(shape: Any) -> int:
     return sum(math.prod(part) for _, _, part in shape[0])
 
 
-def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: int, sums: int = 0) -> Reply:
+def check(
+    envelope: Envelope, call: Call, visits: int, since: CallId | None, model: Model, sums: int = 0
+) -> Reply:
     """Check a node's reply to a call.
 
     Parameters
@@ -110,8 +113,8 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
         Number of visits that the node was asked for.
     since
         The state that the node started from.
-    d
-        Number of model parameters, which limits the size of a reply.
+    model
+        The model, which limits the size of a reply.
     sums
         Numbers that the asked metrics take for each client.
 
@@ -132,7 +135,7 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
         raise wire.WireError("reply rejected: it belongs to another call")
     if not isinstance(encoded, dict) or not _are_encoded(encoded, call, tensors):
         raise wire.WireError("reply rejected: malformed compressed values")
-    declared = max(call.algorithm.traffic(d).get(call.phase, (0, 0))[1], 4 * d + 64, sums)
+    declared = max(call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1], 4 * model.d + 64, sums)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     if size > SPARE_BYTES + 2 * visits * declared * 8:
         raise wire.WireError(f"reply rejected: {size} bytes, far more than {call.phase} declares")
@@ -144,7 +147,7 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
     return Reply(visits, named, good, encoded, stamp)
 
 
-def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: Any) -> Any:
+def usual_shape(replies: list[Reply], call: Call, model: Model, scores: bool, before: Any) -> Any:
     """Return the shape that replies to this call should have.
 
     That is the shape of earlier rounds (`before`), else the one that the algorithm declares, else the one that most
@@ -153,7 +156,7 @@ def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: 
     votes: dict[Any, int] = {}
     for reply in replies:
         votes[reply.shape()] = votes.get(reply.shape(), 0) + reply.visits
-    declared = call.algorithm.traffic(d).get(call.phase, (0, 0))[1]
+    declared = call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1]
     counts = declared > 0 and not scores and call.compress is None
 
     def rank(shape: Any) -> tuple[bool, bool, int]:

@@ -21,7 +21,7 @@ from coterie.deploy.remote import PATIENCE, Place, RemoteRuntime, Setup
 from coterie.deploy.transport import Envelope, Late, NodeCaller
 from coterie.engine.build import encode_clusters
 from coterie.engine.federation import Federation
-from coterie.engine.from_table import SPLIT, default_model
+from coterie.engine.from_table import SPLIT, default_model, encoded
 from coterie.models.description import description, from_description
 from coterie.train.predict import fitted_to
 
@@ -42,12 +42,15 @@ class RunRequest:
         Shares of training, validation and test rows.
     l2 : float or None
         Ridge penalty of the model; None takes the default model of the task.
+    model : dict or None
+        Description of the model to train, if it is not linear.
     """
 
     roles: Roles
     seed: int = 0
     split: tuple[float, float, float] = SPLIT
     l2: float | None = None
+    model: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,11 @@ def survey(
     number = {name: k for k, name in enumerate(names)}
     ids = {node: [number[name] for name in mine] for node, mine in clients.items()}
     spec = federated.merge(told, request.roles)
-    preprocessor = Preprocessor.from_statistics(spec, _sums(caller, told, ids, request, spec))
-    model = fitted_to(default_model(spec.task, request.l2), preprocessor)
+    wanted = (
+        default_model(spec.task, request.l2) if request.model is None else from_description(request.model)
+    )
+    preprocessor, model = encoded(spec, _sums(caller, told, ids, request, spec), wanted)
+    model = fitted_to(model, preprocessor)
     codes, cluster_names = _clusters(told, clients, names, request.roles)
     return FederationPlan(
         run,

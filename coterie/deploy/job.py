@@ -18,6 +18,7 @@ from coterie.data.federated import Roles
 from coterie.deploy import keys
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.transport import NodeCaller
+from coterie.models.description import description
 from coterie.report.tables import run_notes, run_summary, run_table
 from coterie.train.fit import fit, resume
 
@@ -120,7 +121,9 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if known.exists():
         plan = FederationPlan.from_json(files.read_json(known))
     else:
-        wishes = RunRequest(Roles.from_json(request.roles), request.seed, l2=request.l2)
+        own = algorithm.own_model(request.plan["rounds"])
+        model = None if own is None else description(own)
+        wishes = RunRequest(Roles.from_json(request.roles), request.seed, l2=request.l2, model=model)
         plan = survey(caller, request.nodes, wishes, request.run, request.patience)
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:

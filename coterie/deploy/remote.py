@@ -343,7 +343,7 @@ class RemoteRuntime(Runtime):
         """Return the replies that can be used, and what is wrong with the others."""
         good: dict[str, Reply] = {}
         bad: dict[str, wire.WireError] = {}
-        d, sums = self.setup.model.d, sum(self._widths(metrics).values())
+        model, sums = self.setup.model, sum(self._widths(metrics).values())
         for name, envelope in answers.items():
             visits, since = len(mine[name]), self._named(name).stamp
             try:
@@ -352,12 +352,12 @@ class RemoteRuntime(Runtime):
                 if kind == "deploy":
                     good[name] = Reply(visits, {}, None, {}, since)
                 else:
-                    good[name] = check(envelope, call, visits, since, d, sums)
+                    good[name] = check(envelope, call, visits, since, model, sums)
             except wire.WireError as problem:
                 bad[name] = problem
         if good:
             key = f"{call.phase}/{kind}/{','.join(metric.name for metric in metrics)}"
-            usual = usual_shape(list(good.values()), call, d, bool(metrics), self._shapes.get(key))
+            usual = usual_shape(list(good.values()), call, model, bool(metrics), self._shapes.get(key))
             self._shapes[key] = usual
             for name in [name for name, reply in good.items() if reply.shape() != usual]:
                 shape = words(good.pop(name).shape())

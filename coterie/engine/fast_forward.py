@@ -34,6 +34,6 @@ def declared_traffic(fed: Federation, algorithm: FederatedAlgorithm, phase: str,
     """Return what a phase of all clients exchanges, as the algorithm declares it."""
     down, up = (
         (fed.n if floats else 0, fed.n * floats, fed.n * floats * fed.dtype.itemsize)
-        for floats in algorithm.traffic(fed.d)[phase]
+        for floats in algorithm.traffic_of(fed.model)[phase]
     )
     return Traffic(phase, link, down, up)

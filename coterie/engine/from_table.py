@@ -10,7 +10,7 @@ import torch
 
 from coterie import models
 from coterie.data import bundled, tables
-from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.data.preprocess import Preprocessor, Statistics, local_statistics
 from coterie.data.split import split_rows
 from coterie.data.table_source import TableSource
 from coterie.engine.build import Parts, encode_clusters, from_rows
@@ -78,7 +78,8 @@ def from_table(
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
-    preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame[training.numpy()], spec))
+    model = default_model(spec.task, l2) if model is None else model
+    preprocessor, model = encoded(spec, local_statistics(frame[training.numpy()], spec), model)
     clusters, cluster_names = None, None
     if cluster is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()
@@ -96,7 +97,7 @@ def from_table(
         preprocessor.encode(frame),
         preprocessor.encode_target(frame),
         sizes,
-        model=default_model(spec.task, l2) if model is None else model,
+        model=model,
         names=names,
         clusters=clusters,
         cluster_names=cluster_names,
@@ -107,6 +108,12 @@ def from_table(
         loop=loop,
         table=TableSource(options, preprocessor, spec.warnings),
     )
+
+
+def encoded(spec: tables.TableSpec, statistics: Statistics, model: Model) -> tuple[Preprocessor, Model]:
+    """Return the encoding that a model takes, and the model with what the encoding says of categories."""
+    preprocessor = Preprocessor.from_statistics(spec, statistics, model.encoding, model.target_in_units)
+    return preprocessor, model.with_levels(preprocessor.levels)
 
 
 def default_model(task: str, l2: float | None = None) -> Model:

@@ -21,6 +21,7 @@ from coterie.engine.state import State
 from coterie.models.metrics import Metric
 
 if TYPE_CHECKING:
+    from coterie.models.base import Model
     from coterie.engine.client import Client
     from coterie.engine.federation import Federation
 
@@ -50,7 +51,7 @@ class FederatedAlgorithm(Protocol):
     def deploy_inputs(self, fed: Federation, s: State, /) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what `deploy` is sent: values for all clients, and values with a row per client."""
 
-    def traffic(self, d: int, /) -> dict[str, tuple[int, int]]:
+    def traffic_of(self, model: Model, /) -> dict[str, tuple[int, int]]:
         """Return the declared floats down and up per visit, by phase."""
 
 

@@ -9,6 +9,7 @@ from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
 from coterie.models.ordinal import ordinal
+from coterie.models.trees import trees
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "replace_batchnorm",
     "resnet9",
     "softmax",
+    "trees",
 ]

@@ -13,6 +13,7 @@ from coterie.models.counts import NegativeBinomial, Poisson
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
 from coterie.models.ordinal import Ordinal
+from coterie.models.trees import restore as restore_trees
 from coterie.models.zoo import FACTORIES, restore
 
 
@@ -43,7 +44,7 @@ def from_description(description: dict[str, Any]) -> Model:
     """
     kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
     kinds |= {"poisson": Poisson, "negative_binomial": NegativeBinomial, "ordinal": Ordinal}
-    kinds["causal_lm"] = causal_lm
+    kinds |= {"causal_lm": causal_lm, "trees": restore_trees}
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     settings = dict(description)
     name = settings.pop("model", None)

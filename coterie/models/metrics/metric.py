@@ -37,6 +37,8 @@ class ScoredRows:
         Numbers, or labels 0..C-1, [..., B].
     weight
         Row weights, [..., B], which sum to one for a client with rows.
+    losses
+        Losses of the rows, [..., B], where they are not those of the task.
 
     Examples
     --------
@@ -51,6 +53,7 @@ class ScoredRows:
     scores: Tensor
     targets: Tensor
     weight: Tensor
+    losses: Tensor | None = None
 
     def mean(self, *values: Tensor) -> Tensor:
         """Return the weighted mean over rows of each of k values [..., B], together [..., k]."""
@@ -72,7 +75,9 @@ class ScoredRows:
 
     @functools.cached_property
     def row_loss(self) -> Tensor:
-        """Half the squared error, or the log-loss of the right class, [..., B]."""
+        """Half the squared error, or the log-loss of the right class, [..., B], unless the model has its own loss."""
+        if self.losses is not None:
+            return self.losses
         if self.task == "regression":
             return 0.5 * self.error * self.error
         if self.task == "language":
