@@ -1,4 +1,4 @@
-"""How sure a hierarchical model is: intervals for variances and effects, and tests whether clients or clusters differ."""
+"""How sure a hierarchical model is: intervals for variances and effects, tests whether clients or clusters differ."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models import fast
 from coterie.models.metrics import Metric, resolve
+from coterie.train.conformal import Conformal
 from coterie.train.effects import client_table, tests_of_difference, variance_table
 from coterie.train.history import History
 from coterie.train.predict import Predictor
@@ -247,6 +248,23 @@ class Run:
     def tests(self) -> dict[str, float]:
         """Return p-values of "clients differ" and "clusters differ" by likelihood ratio (`hierarchical` only)."""
         return tests_of_difference(self)
+
+    def conformal(self, level: float = 0.9, split: str = "validation") -> Conformal:
+        """Return predictions with intervals, or sets of classes, that are right with this probability.
+
+        Parameters
+        ----------
+        level
+            Coverage.
+        split
+            Rows to calibrate on, 'validation' or 'test'.
+
+        Returns
+        -------
+        Conformal
+            Call its `predict` with a table, or `rows` with encoded features.
+        """
+        return Conformal.of(self, level, split)
 
     def predict(self, table: Any) -> polars.DataFrame:
         """Predict the rows of a table, each with its client's model; see `Predictor`."""
