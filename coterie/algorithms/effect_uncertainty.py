@@ -15,10 +15,10 @@ from coterie.theory.uncertainty import (
     Effects,
     boundary_chance,
     client_effects,
+    difference_tests,
     doubt_of_variances,
     least_squares_doubt,
     profile_interval,
-    tests_of_difference,
 )
 from coterie.theory.variance_components import Components, Sums
 
@@ -77,7 +77,7 @@ def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
     """Return p-values of likelihood-ratio tests whether clients and clusters differ."""
     if "psi" not in s:
         _, sums = _sums(method, fed, s)
-        return tests_of_difference(
+        return difference_tests(
             *least_squares_doubt(sums, s.groups.long(), Components(s.noise, s.within, s.between))
         )
     if len(s.centres) > 1:

@@ -209,7 +209,7 @@ def boundary_chance(statistic: float, variances: int) -> float:
     return float(sum(weight * chi2.sf(statistic, k) for k, weight in enumerate(weights) if k > 0))
 
 
-def tests_of_difference(model: Likelihood, point: Tensor, best: float) -> dict[str, float]:
+def difference_tests(model: Likelihood, point: Tensor, best: float) -> dict[str, float]:
     """Return p-values of "clients differ" and, with several clusters, "clusters differ", by likelihood ratio.
 
     Parameters

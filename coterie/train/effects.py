@@ -72,7 +72,7 @@ def variance_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     return polars.DataFrame(rows)
 
 
-def tests_of_difference(run: Run) -> dict[str, float]:
+def difference_tests(run: Run) -> dict[str, float]:
     """Return p-values of likelihood-ratio tests: "clients differ", "clusters differ"."""
     return effect_uncertainty.tests(_method(run), run.fed, run.state)
 

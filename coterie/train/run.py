@@ -17,7 +17,7 @@ from coterie.engine.state import State
 from coterie.models import fast
 from coterie.models.metrics import Metric, resolve
 from coterie.train.conformal import Conformal
-from coterie.train.effects import client_table, tests_of_difference, variance_table
+from coterie.train.effects import client_table, difference_tests, variance_table
 from coterie.train.history import History
 from coterie.train.predict import Predictor
 
@@ -247,7 +247,7 @@ class Run:
 
     def tests(self) -> dict[str, float]:
         """Return p-values of "clients differ" and "clusters differ" by likelihood ratio (`hierarchical` only)."""
-        return tests_of_difference(self)
+        return difference_tests(self)
 
     def conformal(self, level: float = 0.9, split: str = "validation") -> Conformal:
         """Return predictions with intervals, or sets of classes, that are right with this probability.
