@@ -116,4 +116,5 @@ def _doubt_of_psi(s: State) -> Tensor:
     values, vectors = torch.linalg.eigh(s.information.double())
     cover = vectors @ torch.diag(1 / values.clamp(min=1e-9 * float(values[-1]))) @ vectors.mT
     inside, size = cover[-s.psi.numel() :, -s.psi.numel() :], s.psi.flatten().abs().clamp(min=1e-6)
-    return 4 * inside / size / size.unsqueeze(-1)
+    doubt: Tensor = 4 * inside / size / size.unsqueeze(-1)
+    return doubt
