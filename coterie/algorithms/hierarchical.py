@@ -131,10 +131,10 @@ class Hierarchical(MarginalEffects, Algorithm):
             found = self.components(fed, sums, groups, replies.ids, found if s.within.any() else None)
             s = s.replace(groups=groups)
             if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
-                found, sums = self.robust(fed, sums, groups, found)
-                s = s.replace(
-                    trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, sums.trust.to(fed.dtype))
-                )
+                found, trust = self.robust(fed, sums, groups, found)
+                s = s.replace(trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, trust))
+        if "trust" in s:
+            sums = replace(sums, trust=s.trust[replies.ids].double())
         noise = found.noise_of()
         a = sums.xx / (noise.unsqueeze(-1) if isinstance(noise, Tensor) else noise)
         b = sums.xy / noise
@@ -207,15 +207,15 @@ class Hierarchical(MarginalEffects, Algorithm):
 
     def robust(
         self, fed: Federation, sums: Sums, groups: Tensor, found: Components
-    ) -> tuple[Components, Sums]:
-        """Return variances under heavy tails, and the sums with the clients' weights."""
+    ) -> tuple[Components, Tensor]:
+        """Return variances under heavy tails, and the clients' weights [n, 1]."""
         if not self.simple(fed):
             raise SettingError(
                 "hierarchical: tails = 't' is for least squares with variances by likelihood, and with covariance, "
                 "variances and noise as they are by default"
             )
         better = without_strangers(sums, groups, found, restricted=self.choice(fed) == "reml")
-        return rounded(better.components), replace(sums, trust=better.trust)
+        return rounded(better.components), better.trust.to(fed.dtype)
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """Return the variances of the pair (gamma, lambda) with the lowest validation loss after one step."""

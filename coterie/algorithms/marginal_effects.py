@@ -65,10 +65,10 @@ class MarginalEffects:
         """Ask clients for their marginal likelihoods, and move the centres and variances by a Newton step."""
         structure = self.structure(s.groups)
         here = Point(s.x.double(), s.centres.double(), s.psi, s.between.double())
-        replies = fed.map(self.contribute, each=self._sent(s, clusters), groups=s.groups, link=self.link)
+        replies = fed.map(self.contribute, each=self.sent(s, clusters), groups=s.groups, link=self.link)
         if not len(replies):
             return s
-        found, mine = _unpacked(replies, structure), clusters[replies.ids]
+        found, mine = unpacked(replies, structure), clusters[replies.ids]
         largest = torch.maximum(s.largest, here.psi.abs().amax(0))
         step = newton_step(here, found, mine, structure, largest, restricted=restricted)
         whole = len(replies) == fed.n
@@ -121,10 +121,11 @@ class MarginalEffects:
             between=point.between.to(fed.dtype),
             within=within.contiguous().to(fed.dtype),
         )
-        fed.map(self.follow, each=self._sent(s, clusters), groups=s.groups, link=self.link)
+        fed.map(self.follow, each=self.sent(s, clusters), groups=s.groups, link=self.link)
         return s
 
-    def _sent(self, s: State, clusters: Tensor) -> dict[str, Tensor]:
+    def sent(self, s: State, clusters: Tensor) -> dict[str, Tensor]:
+        """Return what each client is sent: its cluster's centre, and psi."""
         psi = s.psi[clusters] if len(s.psi) > 1 else s.psi.expand(len(clusters), -1)
         return {"centre": s.centres[clusters], "psi": psi}
 
@@ -190,7 +191,8 @@ def _like(y: Tensor, scores: Tensor, x: Tensor) -> Tensor:
     return y.unsqueeze(-2) if scores.dim() > x.dim() else y
 
 
-def _unpacked(replies: Replies, structure: Structure) -> Marginal:
+def unpacked(replies: Replies, structure: Structure) -> Marginal:
+    """Return what clients answered to `contribute`."""
     size, values = structure.d + structure.p, replies.values.double()
     lower = torch.tril_indices(size, size, device=values.device)
     hessian = values.new_zeros(len(values), size, size)

@@ -146,7 +146,9 @@ class Likelihood:
             value = value + _NOISE_ROWS * ((middle - logs).exp() + logs - middle - 1).sum()
         return value
 
-    def fit(self, start: Tensor, fixed: dict[int, float] | None = None) -> tuple[Tensor, float]:
+    def fit(
+        self, start: Tensor, fixed: dict[int, float] | None = None, steps: int = 15000
+    ) -> tuple[Tensor, float]:
         """Return the point with the smallest deviance, and that; some numbers may be kept as they are given."""
         from scipy.optimize import minimize
 
@@ -173,7 +175,7 @@ class Likelihood:
             jac=True,
             method="L-BFGS-B",
             bounds=[bounds[k] for k in free],
-            options={"ftol": 1e-13},
+            options={"ftol": 1e-13, "maxiter": steps},
         )
         return base.index_copy(0, free, torch.tensor(found.x)), float(found.fun)
 

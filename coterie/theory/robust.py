@@ -135,7 +135,7 @@ def heavy_tails(sums: Sums, groups: Tensor, start: Components, *, restricted: bo
         apart = distances(replace(sums, trust=trust), found).clamp(min=0)
         trust = ((nu + rows) / (nu + apart)).unsqueeze(-1)
         model = Likelihood(replace(sums, trust=trust), groups, restricted=restricted)
-        point, _ = model.fit(model.start(found))
+        point, _ = model.fit(model.start(found), steps=8)  # EM only asks for a better point
         found = model.components(point)
         apart = distances(replace(sums, trust=trust), found).clamp(min=0)
         inside = model.deviance(point) - (trust.squeeze(-1) * apart).sum()  # log determinants

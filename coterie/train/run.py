@@ -16,6 +16,8 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models import fast
 from coterie.models.metrics import Metric, resolve
+from coterie.train.conformal import Conformal
+from coterie.train.effects import client_table, difference_tests, variance_table
 from coterie.train.history import History
 from coterie.train.predict import Predictor
 
@@ -212,6 +214,57 @@ class Run:
     def _require_models(self) -> None:
         if self.fed.runtime.capabilities.models_stay:
             raise SettingError("the models of this run are on the nodes of its clients, not here")
+
+    def effects(self, level: float = 0.9) -> polars.DataFrame:
+        """Return every client's coefficients with intervals and shrinkage (`hierarchical` only).
+
+        Parameters
+        ----------
+        level
+            Coverage of the intervals.
+
+        Returns
+        -------
+        polars.DataFrame
+            Columns client, coefficient, estimate, lower, upper, centre, shrinkage.
+
+        Examples
+        --------
+        >>> import coterie
+        >>> fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+        >>> method = coterie.algorithms.Hierarchical(grouping="one", effects="intercept")
+        >>> run = coterie.fit(fed, method, rounds=12)
+        >>> run.effects().columns
+        ['client', 'coefficient', 'estimate', 'lower', 'upper', 'centre', 'shrinkage']
+        >>> run.tests()["clients differ"] < 0.001
+        True
+        """
+        return client_table(self, level)
+
+    def variances(self, level: float = 0.9) -> polars.DataFrame:
+        """Return the variances with intervals (`hierarchical` only): variance, estimate, lower, upper."""
+        return variance_table(self, level)
+
+    def tests(self) -> dict[str, float]:
+        """Return p-values of "clients differ" and "clusters differ" by likelihood ratio (`hierarchical` only)."""
+        return difference_tests(self)
+
+    def conformal(self, level: float = 0.9, split: str = "validation") -> Conformal:
+        """Return predictions with intervals, or sets of classes, that are right with this probability.
+
+        Parameters
+        ----------
+        level
+            Coverage.
+        split
+            Rows to calibrate on, 'validation' or 'test'.
+
+        Returns
+        -------
+        Conformal
+            Call its `predict` with a table, or `rows` with encoded features.
+        """
+        return Conformal.of(self, level, split)
 
     def predict(self, table: Any) -> polars.DataFrame:
         """Predict the rows of a table, each with its client's model; see `Predictor`."""
