@@ -31,7 +31,7 @@ from coterie.engine.federation import Federation
 from coterie.models.base import Model
 from coterie.models.metrics import Metric, find
 
-ROUNDS = 100
+ROUNDS = 60
 FRESH = 200  # rows on which a client's model is scored
 FIRST_SEED = {"development": 0, "report": 1000}
 REFERENCES = ("local", "fedavg", "oracle")

@@ -75,6 +75,16 @@ class Finder(Algorithm):
             everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"]
         )
 
+    def use_found(self, fed: Federation) -> dict[str, Tensor]:
+        """Find clusters and let `fed.known_clusters` return them; return the state field that keeps them.
+
+        A client that did not answer is put into the largest cluster.
+        """
+        labels = self.find_clusters(fed, None).labels
+        largest = torch.bincount(labels[labels >= 0]).argmax()
+        fed.found = torch.where(labels < 0, largest, labels)
+        return {"found_clusters": fed.found}
+
     def finding_traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Return the communication of the phases below."""
         return {"fit_alone": (d, d + FOLDS), "try_shared": (d + 1, FOLDS)}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import setting
+from coterie.algorithms.finding import Finder
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -31,7 +32,7 @@ PAIRS = list(product(GAMMAS, LAMBDAS))
 
 
 @dataclass(frozen=True)
-class Hierarchical(Algorithm):
+class Hierarchical(Finder):
     """Client, cluster and common parameters of a hierarchical model (Lyu, Hanzely, Kolar 2022, section 5).
 
     min sum_i [n_i f_i(t_i)/sigma^2 + gamma/2 |t_i - w_j|^2] + sum_j lambda/2 |w_j - w|^2
@@ -72,10 +73,13 @@ class Hierarchical(Algorithm):
     lr: float = setting(0.1, "step size of the gradient solver", above=0, tune=(0.03, 0.1, 0.3))
     steps: int = setting(5, "steps per round of the gradient solver", low=1)
     grouping: str = setting(
-        "known", "use the known clusters, or one cluster of all clients", options=("known", "one")
+        "known",
+        "use the known clusters, one cluster of all clients, or clusters that are found first",
+        options=("known", "one", "found"),
     )
 
     def start(self, fed: Federation) -> State:
+        found = self.use_found(fed) if self.grouping == "found" else {}
         k, choice = self.count(fed), self.choice(fed)
         if choice == "validation" and not fed.has_rows("validation"):
             raise SettingError(
@@ -88,7 +92,7 @@ class Hierarchical(Algorithm):
             )
         x = fed.initial_model()
         spread = torch.zeros(k, fed.d, dtype=fed.dtype, device=fed.device)
-        return State(x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False)
+        return State(x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False, **found)
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         if s.done:
@@ -115,7 +119,7 @@ class Hierarchical(Algorithm):
         placed = fed.map(self.place, each=each, noise=found.noise, link=self.link)
         still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
         settled = quadratic or (still and t > ESTIMATED_ROUNDS)
-        return State(
+        return s.replace(
             x=common.to(fed.dtype),
             centres=middle,
             within=within,
@@ -261,7 +265,7 @@ class Hierarchical(Algorithm):
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         newton = {"curve": (0, d * d + d + 1), "place": (2 * d + 1, 0), "judge": (len(PAIRS) * d, len(PAIRS))}
-        return {"begin": (d, 0), "train": (d, d), **newton}
+        return {"begin": (d, 0), "train": (d, d), **newton, **self.finding_traffic(d)}
 
     def newton(self, fed: Federation) -> bool:
         """Return True if clients send second derivatives."""
@@ -292,7 +296,7 @@ class Hierarchical(Algorithm):
 
     def pass_on(self, fed: Federation, down: Tensor, up: Tensor) -> None:
         """Count what the heads of clusters exchange with the server."""
-        if self.grouping == "known":
+        if self.grouping != "one":
             fed.exchange("centres", "cluster-server", down=down, up=up)
 
     def isotropic(self, fed: Federation, gamma: float, lambda_: float) -> Components:

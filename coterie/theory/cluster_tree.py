@@ -13,7 +13,7 @@ from torch import Tensor
 
 LARGEST = 512  # points from which near ones are first put together
 SMALLEST = 0.25  # of an equal share: smaller groups are no cluster if their number is given
-CLEAR = 2.0  # standard errors
+CLEAR = 2.25  # standard errors
 CREDIBLE = 3.0  # times the usual: what one client says about a cluster counts at most so much
 
 
@@ -147,7 +147,7 @@ def chosen(tree: Tree, nodes: Tensor, losses: Tensor, fine: Tensor) -> Tensor:
     """Return the clusters that held-out rows choose among the nodes of a tree.
 
     From the leaves up, two halves become one cluster unless the rows of their members speak clearly against it: the sum
-    of what they lose by it, fold by fold, is more than 2 standard errors above zero. Chance alone then splits few
+    of what they lose by it, fold by fold, is more than 2.25 standard errors above zero. Chance alone then splits few
     clusters, and clusters that differ lose in every fold.
 
     Parameters
@@ -198,7 +198,7 @@ def chosen(tree: Tree, nodes: Tensor, losses: Tensor, fine: Tensor) -> Tensor:
 def _against(losses: Tensor, inside: Tensor) -> bool:
     """Return True if losses [clients, folds] of those inside are clearly positive."""
     own = losses[inside].flatten()
-    return bool(own.sum() > CLEAR * own.square().sum().sqrt())
+    return bool(own.mean() > CLEAR * own.std() / len(own) ** 0.5)
 
 
 def cut(tree: Tree, points: Tensor, k: int) -> Tensor:

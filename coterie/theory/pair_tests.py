@@ -17,8 +17,10 @@ from torch import Tensor
 from coterie.theory.cluster_tree import numbered, ward
 
 ROUNDING = 1e-10  # relative to the size of gradients: smaller differences are none
+FEW = 3  # clients whose median noise is trusted
 BAR = 2.0  # times the noise: squared distance of two gradients from which pooling harms
 CHOSEN = 2.0  # times the best cut through a cloud of chance
+CLEAR = 2.0  # standard errors
 RARE = 0.99  # quantile of what chance alone puts between two clients of one distribution
 
 
@@ -106,8 +108,9 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Te
 
     Ward's tree joins groups with a and b rows at the cost a b/(a + b) |g - h|^2, g and h their mean gradients. If all
     clients have one distribution, that is the noise of a row, in expectation. The last merge is undone if it cost more
-    than `bar` times that. The noise of a row is the smaller of the medians of the two halves, since a gradient is
-    noisier far from the optimum; for the same reason each half is looked at again only at a point of its own.
+    than `bar` times that. The noise of a row is the median of the half, of three or more, where it is smaller, since a
+    gradient is noisier far from the optimum; for the same reason each half is looked at again only at a point of its
+    own.
 
     Parameters
     ----------
@@ -138,11 +141,54 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Te
     if tree.points > 1:
         of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
         parts = tree.members[tree.children[-1]]
-        usual = min(float(of_a_row[part].median()) for part in parts)
+        enough = [part for part in parts if int(part.sum()) >= FEW] or [parts.any(0)]
+        usual = min(float(of_a_row[part].median()) for part in enough)
         rounding = ROUNDING * float((grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()).sum())
         if float(tree.costs[-1]) > bar(float(dimensions.median()), len(grads)) * usual + rounding:
             labels[parts[1]] = 1
     return numbered(labels).to(grads.device)
+
+
+def closeness(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> float:
+    """Return the noise of the members of a group divided by what they differ beyond it; infinite if they do not.
+
+    With R the squared distances of the members' gradients from their mean, in units of what the noise explains, the
+    best pull of each member to that mean is the loss's curvature divided by R - 1 (the posterior mean in a normal
+    hierarchy). Two standard errors of R are given to chance.
+
+    Parameters
+    ----------
+    grads
+        Gradients at one point, [n, d].
+    noise
+        Expected squared distance of each from that of its distribution, [n, 1].
+    rows
+        Number of rows of each client, [n, 1].
+    dimensions
+        Number of dimensions that the noise fills, [n, 1].
+
+    Returns
+    -------
+    float
+        1/(R - 1).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.pair_tests import closeness
+    >>> grads, one = torch.tensor([[0.0], [20.0]]), torch.ones(2, 1)
+    >>> closeness(grads, one, one, one) < 0.01, closeness(grads / 20, one, one, one)
+    (True, inf)
+    """
+    count = len(grads)
+    if count < 2:
+        return math.inf
+    mean = (rows * grads).sum(0) / rows.sum()
+    apart = float((rows * (grads - mean).square()).sum())
+    usual = (count - 1) * float((noise * rows).clamp(min=0).median())
+    slack = CLEAR * math.sqrt(2 / ((count - 1) * max(1.0, float(dimensions.median()))))
+    excess = apart - (1 + slack) * usual
+    return usual / excess if excess > 0 else math.inf
 
 
 def evidence(apart: Tensor, noise: Tensor, bar: float = BAR) -> Tensor:
