@@ -60,9 +60,7 @@ class AsyncL2GD(Finder):
     coins: str = setting(
         "independent", "one coin for each cluster, or one for all", options=("independent", "one")
     )
-    clusters: str = setting(
-        "known", "use the known clusters, or find them first", options=("known", "found")
-    )
+    clusters: str = setting("known", "use the known clusters, or find them first", options=("known", "found"))
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}

@@ -13,8 +13,8 @@ from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
-from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.ledger import PEERS
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
@@ -40,7 +40,7 @@ USUAL_LR, USUAL_RHO, STIFF_RHO = 0.05, 1.0, 10.0
 COMMON_GAMMA, MIDPOINT_GAMMA, COMMON_STEPS = 0.25, 0.05, 5
 LOOKS = 100  # sampling = auto: a pair of up to so many clients is looked at in every round
 DENSE = 300  # clients up to which every pair has a weight
-OFTEN, SELDOM = 20, 5  # the common test is made in each of the first rounds, and then in every fifth
+LOOK_EVERY = ((20, 1), (100, 5), (float("inf"), 50))  # up to which round the common test is made how often
 SEARCH_ROUNDS = (1, 2, 4, 8, 16)  # in which candidate neighbours of many clients are looked for again
 SKETCH = 16  # numbers of a gradient by which they are found
 
@@ -143,7 +143,7 @@ class CoBo(Algorithm):
         if self.sparse(fed):
             s = self.linked(fed, s, t, ids)
         elif self.common_point:
-            if t <= OFTEN or t % SELDOM == 0:
+            if any(t <= last and t % every == 0 for last, every in LOOK_EVERY):
                 s = s.replace(weights=self.probed(fed, s, ids))
         else:
             weights, size = self.refreshed(fed, s, t, ids)
@@ -379,7 +379,7 @@ class CoBo(Algorithm):
         }
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        steps = {"slope": (d, d), "descend": (d, d)}
+        steps = {"slope": (d, d), "descend": (d + 1, d)}
         looks = {"probe": (d, d + 2), "agree": (d, d), "agree_with_noise": (d, d + 1)}
         return {"curvature": (0, 1), **steps, **looks}
 
@@ -387,7 +387,7 @@ class CoBo(Algorithm):
         return client.smoothness()
 
     def _steps(self, fed: Federation) -> tuple[float, float, float]:
-        """Return lr and rho as given, or by the stability rule lr (L + rho lambda_max(Lap W)) < 2, and the curvature."""
+        """Return lr and rho, as given or by the rule lr (L + rho lambda_max(Lap W)) < 2, and the usual curvature."""
         guarded = self.stiff or self.guard > 0
         largest, usual_curvature = 0.0, 1.0
         if fed.model.has_hessian and (self.lr is None or self.common_point or not guarded):

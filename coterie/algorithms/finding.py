@@ -71,9 +71,7 @@ class Finder(Algorithm):
             labels = chosen(tree, nodes, losses, fine)
         starts = group_weights(r["fit"], labels.to(r.ids.device), int(labels.max()) + 1)
         everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
-        return Found(
-            everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"]
-        )
+        return Found(everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"])
 
     def use_found(self, fed: Federation) -> dict[str, Tensor]:
         """Find clusters and let `fed.known_clusters` return them; return the state field that keeps them.

@@ -92,7 +92,9 @@ class Hierarchical(Finder):
             )
         x = fed.initial_model()
         spread = torch.zeros(k, fed.d, dtype=fed.dtype, device=fed.device)
-        return State(x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False, **found)
+        return State(
+            x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False, **found
+        )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         if s.done:

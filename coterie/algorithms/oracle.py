@@ -30,9 +30,7 @@ class Oracle(Finder):
     weighting: str = setting(
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
-    clusters: str = setting(
-        "known", "use the known clusters, or find them first", options=("known", "found")
-    )
+    clusters: str = setting("known", "use the known clusters, or find them first", options=("known", "found"))
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
     def start(self, fed: Federation) -> State:

@@ -185,7 +185,10 @@ def chosen(tree: Tree, nodes: Tensor, losses: Tensor, fine: Tensor) -> Tensor:
             alone = (torch.where(inside, torch.arange(len(fine)), -1), torch.zeros_like(losses[0]))
             together = int(inside.sum()) > 1 and not _against(losses[row[node]], inside)
             kept[node] = (torch.where(inside, node, -1), losses[row[node]]) if together else alone
-            kept[node] = (torch.where(inside & (kept[node][0] >= 0), kept[node][0] + len(fine) * (node + 1), -1), kept[node][1])
+            kept[node] = (
+                torch.where(inside & (kept[node][0] >= 0), kept[node][0] + len(fine) * (node + 1), -1),
+                kept[node][1],
+            )
             continue
         (left, lost_left), (right, lost_right) = (kept[int(child)] for child in tree.children[node - n])
         parts = (torch.maximum(left, right), lost_left + lost_right)
@@ -251,7 +254,7 @@ def cut(tree: Tree, points: Tensor, k: int) -> Tensor:
 
 
 def numbered(labels: Tensor) -> Tensor:
-    """Number labels by their first appearance.
+    """Return labels numbered by their first appearance.
 
     Examples
     --------

@@ -76,8 +76,8 @@ def link_distances(grads: Tensor, links: Tensor, piece: int = 1 << 22) -> Tensor
 def bar(dimensions: float, count: int = 2) -> float:
     """Return the cost of joining two groups, in units of the noise, above which they count as different.
 
-    It is the largest of: 2, where pooling ceases to pay; the 99 % point of what chance alone puts between two clients of
-    one distribution, which varies much in few dimensions; and twice what the best cut through `count` points of one
+    It is the largest of: 2, where pooling ceases to pay; the 99 % point of what chance puts between two clients of one
+    distribution, which varies much in few dimensions; and twice what the best cut through `count` points of one
     Gaussian cloud gives, (2/pi) (sqrt(count) + sqrt(q))^2 / q, since the cut is chosen after looking.
 
     Parameters
@@ -143,7 +143,9 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Te
         parts = tree.members[tree.children[-1]]
         enough = [part for part in parts if int(part.sum()) >= FEW] or [parts.any(0)]
         usual = min(float(of_a_row[part].median()) for part in enough)
-        rounding = ROUNDING * float((grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()).sum())
+        rounding = ROUNDING * float(
+            (grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()).sum()
+        )
         if float(tree.costs[-1]) > bar(float(dimensions.median()), len(grads)) * usual + rounding:
             labels[parts[1]] = 1
     return numbered(labels).to(grads.device)

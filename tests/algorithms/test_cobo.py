@@ -32,7 +32,7 @@ from coterie.theory.collaboration import (
 from coterie.theory.simplex import onto_simplex
 
 
-def CoBo(*values, **settings):  # noqa: N802
+def CoBo(*values, **settings):
     """CoBo as printed, unless settings say otherwise; weights are the fourth and fifth value."""
     names = ("lr", "rho", "gamma", "domain", "sampling")
     given = {**dict(zip(names, values, strict=False)), **settings}

@@ -32,7 +32,11 @@ def grads(models_):
 
 
 def test_pfl_tc_at_own_points_is_its_pseudocode():
-    run = fit(world(), make("pfl-tc", **ONE_GRADIENT, at="own", clusters=2, rule="fixed", tau=4.0, lr=0.2, batch=0), rounds=5)
+    run = fit(
+        world(),
+        make("pfl-tc", **ONE_GRADIENT, at="own", clusters=2, rule="fixed", tau=4.0, lr=0.2, batch=0),
+        rounds=5,
+    )
     x, m = np.zeros((6, D)), None
     for _ in range(5):
         u = grads(x)
@@ -44,6 +48,13 @@ def test_pfl_tc_at_own_points_is_its_pseudocode():
         x = x - 0.2 * v[group].numpy()
     np.testing.assert_allclose(run.personal, x, atol=1e-10)
     assert run.history.at(5, "server", "ari").item() == 1.0
+
+
+def steps_alone(count, lr):
+    x = np.zeros((6, D))
+    for _ in range(count):
+        x = x - lr * grads(x)
+    return x
 
 
 def fits_alone(count):
@@ -162,7 +173,9 @@ def losses(thetas):
 
 @pytest.mark.parametrize("average, divide", [("gradient", "all"), ("gradient", "cluster"), ("model", "all")])
 def test_ifca_is_its_pseudocode(average, divide):
-    algorithm = make("ifca", weighting="uniform", average=average, divide=divide, lr=0.1, steps=2, batch=0, spread=1.0)
+    algorithm = make(
+        "ifca", weighting="uniform", average=average, divide=divide, lr=0.1, steps=2, batch=0, spread=1.0
+    )
     theta = algorithm.start(world()).models.numpy()
     run = fit(world(), algorithm, rounds=6)
     for _ in range(6):
@@ -191,7 +204,12 @@ def test_ifca_collapses_from_bad_starts_and_restarts_help():
         fed = Federation.from_clients(clustered_regression(seed=seed), models.linear(), seed=seed)
         settings = {"clusters": 4, "lr": 0.1, "batch": 0, "spread": 1.0}
         for restarts in (1, 8):
-            run = fit(fed, make("ifca", weighting="uniform", restarts=restarts, **settings), rounds=40, evaluate_every=0)
+            run = fit(
+                fed,
+                make("ifca", weighting="uniform", restarts=restarts, **settings),
+                rounds=40,
+                evaluate_every=0,
+            )
             right = float(run.history.at(40, "server", "ari")) == 1.0
             found, best = found + (right and restarts == 1), best + (right and restarts == 8)
     assert found < best and best >= 7
@@ -263,7 +281,12 @@ def test_private_starts_never_meet():
 
 
 def test_membership_and_quality_are_in_the_metrics():
-    run = fit(figure_one(2), make("pfl-tc", **ONE_GRADIENT, clusters=4, batch=0, rule="size"), rounds=20, evaluate_every=5)
+    run = fit(
+        figure_one(2),
+        make("pfl-tc", **ONE_GRADIENT, clusters=4, batch=0, rule="size"),
+        rounds=20,
+        evaluate_every=5,
+    )
     metrics = run.metrics.filter(split="server")
     assert set(metrics["metric"]) >= {"cluster", "ari", "purity", "clusters_found"}
     assert metrics.filter(metric="cluster", round=20).height == 36

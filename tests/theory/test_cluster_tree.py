@@ -94,7 +94,9 @@ def test_near_points_of_a_coarse_tree_may_each_be_alone():
 
 def test_many_points_are_first_put_together():
     draw = torch.Generator().manual_seed(0)
-    points = torch.randn(40, 2, generator=draw).repeat_interleave(25, 0) * 50 + torch.randn(1000, 2, generator=draw)
+    points = torch.randn(40, 2, generator=draw).repeat_interleave(25, 0) * 50 + torch.randn(
+        1000, 2, generator=draw
+    )
     groups = coarse(points, torch.ones(1000), 200, seed=0)
     assert int(groups.max()) < 200
     assert all(len(numbered(groups[k : k + 25])) == 25 for k in range(0, 1000, 25))
@@ -107,7 +109,9 @@ def test_one_voice_is_limited():
 
 def test_candidates_are_the_nearest_and_steps_solve_the_system():
     draw = torch.Generator().manual_seed(0)
-    points = (torch.randn(30, 6, generator=draw) * 9).repeat_interleave(10, 0) + torch.randn(300, 6, generator=draw)
+    points = (torch.randn(30, 6, generator=draw) * 9).repeat_interleave(10, 0) + torch.randn(
+        300, 6, generator=draw
+    )
     links = candidates(points, 9)
     assert (links[0] < links[1]).all() and float((links[0] // 10 == links[1] // 10).double().mean()) > 0.9
     weights = torch.rand(links.shape[1], generator=draw, dtype=torch.float64)

@@ -42,7 +42,9 @@ def test_noise_with_padding_few_rows_and_one_row():
     w = torch.ones(3, 2, dtype=torch.float64)
     grad, noise, _ = mean_and_noise(least_squares, w, x, y, weight)
     torch.testing.assert_close(grad, least_squares(w, x, y, weight))
-    each = torch.stack([least_squares(w[1], x[1, k : k + 1], y[1, k : k + 1], torch.ones(1)) for k in range(3)])
+    each = torch.stack(
+        [least_squares(w[1], x[1, k : k + 1], y[1, k : k + 1], torch.ones(1)) for k in range(3)]
+    )
     expected = (each - each.mean(0)).square().sum() / 6
     torch.testing.assert_close(noise[1, 0], expected.double())
     torch.testing.assert_close(noise[2, 0], grad[2].square().sum())
