@@ -38,6 +38,7 @@ PRINTED: dict[str, Any] = {"test": "midpoint", "scale": "raw", "sampling": "cons
 PAIR_ELEMENTS = 1 << 28  # numbers of the midpoints sent in one call
 USUAL_LR, USUAL_RHO, STIFF_RHO = 0.05, 1.0, 10.0
 COMMON_GAMMA, MIDPOINT_GAMMA, COMMON_STEPS = 0.25, 0.05, 5
+GLARING = 10.0  # times the bar: halves that differ so much are themselves cut in the same round
 LOOKS = 100  # sampling = auto: a pair of up to so many clients is looked at in every round
 DENSE = 300  # clients up to which every pair has a weight
 LOOK_EVERY = ((20, 1), (100, 5), (float("inf"), 50))  # up to which round the common test is made how often
@@ -190,28 +191,31 @@ class CoBo(Algorithm):
 
     def probed(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
         """Return W after w_ij <- clip(w_ij +- gamma, 0, 1) for pairs that are linked, perhaps through others."""
-        groups = linked_groups(s.weights > 0).to(fed.device)
+        weights: Tensor = s.weights.clone()
+        groups = linked_groups(weights > 0).to(fed.device)
         company = torch.bincount(groups)[groups] > 1
         asked = company.nonzero().squeeze(-1) if ids is None else ids[company[ids]]
         if len(asked) == 0:
-            return s.weights
+            return weights
         r = fed.map(self.probe, each={"z": group_medians(s.models, groups)[asked]}, to=asked)
         if len(r) == 0:
-            return s.weights
-        weights = s.weights.clone()
-        for group in groups[r.ids].unique():
-            here = (groups[r.ids] == group).nonzero().squeeze(-1)
-            ids, told = r.ids[here], [r[name][here] for name in ("grad", "noise")]
-            told += [fed.sizes[ids], r["dimensions"][here]]
-            half = halves(*told)
-            pairs = (ids.unsqueeze(1), ids)
-            after = weights[pairs] - self.pace
+            return weights
+        waiting = [(groups[r.ids] == group).nonzero().squeeze(-1) for group in groups[r.ids].unique()]
+        while waiting:
+            here = waiting.pop()
+            members = r.ids[here]
+            told = [r["grad"][here], r["noise"][here], fed.sizes[members], r["dimensions"][here]]
+            half, times = halves(*told)
+            pairs = (members.unsqueeze(1), members)
+            after = weights[pairs] - self.pace * max(1.0, times)  # a clear cut is made at once
             for part in (half == 0, half == 1):
                 pull = s.curvature * closeness(*(value[part] for value in told))
                 most = min(1.0, pull / max(1e-12, s.rho * int(part.sum())))
                 both = part.unsqueeze(1) & part
                 after = torch.where(both, (weights[pairs] + self.pace).clamp(max=most), after)
             weights[pairs] = after.clamp(0, 1)
+            if times > GLARING:
+                waiting += [here[half == 0], here[half == 1]]
         return weights.fill_diagonal_(0.0)
 
     def linked(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
@@ -273,7 +277,8 @@ class CoBo(Algorithm):
         phase = self.agree_with_noise if self.withdraws else self.agree
         r = fed.map(phase, each={"z": midpoints(models, ends)}, to=asked, link=PEERS)
         if len(r) == 0:
-            return i[:0], j[:0], *(torch.zeros(0, dtype=torch.float64, device=fed.device) for _ in range(2))
+            nothing = torch.zeros(0, dtype=torch.float64, device=fed.device)
+            return i[:0], j[:0], nothing, nothing.expand(2, 0)
         values = r.values
         if len(r) == len(ends):
             first, second = values.chunk(2)

@@ -76,9 +76,12 @@ class Finder(Algorithm):
     def use_found(self, fed: Federation) -> dict[str, Tensor]:
         """Find clusters and let `fed.known_clusters` return them; return the state field that keeps them.
 
-        A client that did not answer is put into the largest cluster.
+        A client that did not answer is put into the largest cluster; if nobody did, there is one for all.
         """
-        labels = self.find_clusters(fed, None).labels
+        try:
+            labels = self.find_clusters(fed, None).labels
+        except NobodyAnswered:
+            labels = torch.zeros_like(fed.everyone)
         largest = torch.bincount(labels[labels >= 0]).argmax()
         fed.found = torch.where(labels < 0, largest, labels)
         return {"found_clusters": fed.found}

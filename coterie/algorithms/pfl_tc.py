@@ -22,7 +22,7 @@ from coterie.models.heads import last_layer
 from coterie.theory.cluster_count import estimate_clusters
 from coterie.theory.cluster_quality import align_labels, cluster_quality
 from coterie.theory.sketch import PARTS, clustered_part
-from coterie.theory.threshold import Clustering, Rule, make_rule, threshold_cluster
+from coterie.theory.threshold import REST, Clustering, Rule, make_rule, threshold_cluster
 from coterie.theory.threshold_rules import RULES
 from coterie.theory.threshold_starts import group_weights, seed_weights
 
@@ -206,7 +206,9 @@ class PflTc(Finder):
         else:
             rule = self._rule(1, len(part), share=self.share or float(members.double().mean()))
             start = group_weights(part, (~members).long(), 1)
-            balls = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes).weights[0]
+            rest = 0.0 if self.clusters else REST
+            found = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes, rest=rest)
+            balls = found.weights[0]
         rows = r.weights.flatten().double()
         weights = balls.double() * rows.clamp(max=HEAVIEST * rows.median())
         weights = weights / weights.sum()

@@ -17,9 +17,8 @@ from torch import Tensor
 from coterie.theory.cluster_tree import numbered, ward
 
 ROUNDING = 1e-10  # relative to the size of gradients: smaller differences are none
-FEW = 3  # clients whose median noise is trusted
 BAR = 2.0  # times the noise: squared distance of two gradients from which pooling harms
-CHOSEN = 2.0  # times the best cut through a cloud of chance
+CHOSEN = 3.0  # times the best cut through a cloud of chance
 CLEAR = 2.0  # standard errors
 RARE = 0.99  # quantile of what chance alone puts between two clients of one distribution
 
@@ -77,7 +76,7 @@ def bar(dimensions: float, count: int = 2) -> float:
     """Return the cost of joining two groups, in units of the noise, above which they count as different.
 
     It is the largest of: 2, where pooling ceases to pay; the 99 % point of what chance puts between two clients of one
-    distribution, which varies much in few dimensions; and twice what the best cut through `count` points of one
+    distribution, which varies much in few dimensions; and three times what the best cut through `count` points of one
     Gaussian cloud gives, (2/pi) (sqrt(count) + sqrt(q))^2 / q, since the cut is chosen after looking.
 
     Parameters
@@ -96,21 +95,20 @@ def bar(dimensions: float, count: int = 2) -> float:
     --------
     >>> from coterie.theory.pair_tests import bar
     >>> [round(bar(q), 2) for q in (2.0, 5.0, 100.0)], round(bar(5.0, count=12), 2)
-    ([5.09, 3.39, 2.0], 8.27)
+    ([7.64, 5.09, 2.49], 12.41)
     """
     q = max(1.0, dimensions)
     best_cut = 2 / math.pi * (math.sqrt(count) + math.sqrt(q)) ** 2 / q
     return max(BAR, float(chi2.ppf(RARE, q)) / q, CHOSEN * best_cut)
 
 
-def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Tensor:
+def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> tuple[Tensor, float]:
     """Return two groups of clients if their gradients at one point differ by more than chance explains, else one.
 
     Ward's tree joins groups with a and b rows at the cost a b/(a + b) |g - h|^2, g and h their mean gradients. If all
     clients have one distribution, that is the noise of a row, in expectation. The last merge is undone if it cost more
-    than `bar` times that. The noise of a row is the median of the half, of three or more, where it is smaller, since a
-    gradient is noisier far from the optimum; for the same reason each half is looked at again only at a point of its
-    own.
+    than `bar` times that. The noise of a row is the smaller of the medians of the two halves, since a gradient is
+    noisier far from the optimum; for the same reason each half is looked at again only at a point of its own.
 
     Parameters
     ----------
@@ -125,30 +123,30 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Te
 
     Returns
     -------
-    Tensor
-        Group of each client, 0 or 1, int64 [n].
+    tuple of Tensor and float
+        Group of each client, 0 or 1, int64 [n]; and how many times above the bar the cost is, at most 1 with one group.
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory.pair_tests import halves
     >>> grads = torch.tensor([[0.0, 0.1], [0.1, 0.0], [5.0, 5.0]])
-    >>> halves(grads, torch.full((3, 1), 0.02), torch.ones(3, 1), torch.full((3, 1), 2.0)).tolist()
-    [0, 0, 1]
+    >>> groups, times = halves(grads, torch.full((3, 1), 0.02), torch.ones(3, 1), torch.full((3, 1), 2.0))
+    >>> groups.tolist(), times > 100
+    ([0, 0, 1], True)
     """
     tree = ward(grads, rows)
     labels = torch.zeros(len(grads), dtype=torch.long)
-    if tree.points > 1:
-        of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
-        parts = tree.members[tree.children[-1]]
-        enough = [part for part in parts if int(part.sum()) >= FEW] or [parts.any(0)]
-        usual = min(float(of_a_row[part].median()) for part in enough)
-        rounding = ROUNDING * float(
-            (grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()).sum()
-        )
-        if float(tree.costs[-1]) > bar(float(dimensions.median()), len(grads)) * usual + rounding:
-            labels[parts[1]] = 1
-    return numbered(labels).to(grads.device)
+    if tree.points < 2:
+        return labels.to(grads.device), 0.0
+    of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
+    parts = tree.members[tree.children[-1]]
+    usual = min(float(of_a_row[part].median()) for part in parts)
+    lengths = grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()
+    allowed = bar(float(dimensions.median()), len(grads)) * usual + ROUNDING * float(lengths.sum())
+    times = float(tree.costs[-1]) / max(allowed, 1e-300)
+    labels[parts[1]] = int(times > 1)
+    return numbered(labels).to(grads.device), times
 
 
 def closeness(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> float:

@@ -56,7 +56,7 @@ def test_clients_of_one_distribution_are_rarely_cut(count, rows, d):
     for seed in range(40):
         x, y, weight = clients(count, rows, d, seed)
         g, v, q = mean_and_noise(least_squares, torch.zeros(count, d, dtype=torch.float64), x, y, weight)
-        cut += int(halves(g, v, torch.full((count, 1), float(rows)), q).max())
+        cut += int(halves(g, v, torch.full((count, 1), float(rows)), q)[0].max())
     assert cut <= 2
 
 
@@ -68,9 +68,9 @@ def test_two_clusters_four_spreads_apart_are_cut_in_any_unit(unit):
         centres[12:, 0] = 4 * 0.5 * (5 / 15) ** 0.5
         x, y, weight = clients(18, 15, 5, seed, centres)
         g, v, q = mean_and_noise(least_squares, centres[0].repeat(18, 1), x, unit * y, weight)
-        found = halves(g, v, torch.full((18, 1), 15.0), q)
+        found, _ = halves(g, v, torch.full((18, 1), 15.0), q)
         right += bool((found == (torch.arange(18) >= 12)).all())
-    assert right >= 16 if unit == 1 else right >= 0
+    assert right >= 16
 
 
 def test_who_claims_endless_noise_agrees_with_nobody():
@@ -82,7 +82,7 @@ def test_who_claims_endless_noise_agrees_with_nobody():
 
 
 def test_the_bar_never_falls_below_where_pooling_pays_and_rises_with_choice():
-    assert bar(1e9) == pytest.approx(2.0, abs=0.1) and bar(3.0, 40) > bar(3.0, 10) > bar(50.0, 10) >= 2.0
+    assert 2.0 <= bar(1e9) < 2.6 and bar(3.0, 40) > bar(3.0, 10) > bar(50.0, 10) >= 2.0
 
 
 def test_closeness_is_the_ratio_of_variances():
