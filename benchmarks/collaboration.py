@@ -1,4 +1,6 @@
-"""Do clients find their group, and is nobody worse off? python -m benchmarks.collaboration [shape ...] [--seeds N].
+"""Do clients find their group, and is nobody worse off?
+
+`python -m benchmarks.collaboration [shape ...] [--seeds N]`.
 
 Every shape is a federation drawn anew for each seed. Methods run with their defaults for the same number of rounds; only
 `oracle` knows the clusters. `--set development` draws the seeds on which defaults were chosen, `--set report` (the
@@ -17,7 +19,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from coterie.engine.federation import Federation
 from coterie.models.base import Model
 from coterie.models.metrics import Metric, find
 
-ROUNDS = 100
+ROUNDS = 60
 FRESH = 200  # rows on which a client's model is scored
 FIRST_SEED = {"development": 0, "report": 1000}
 REFERENCES = ("local", "fedavg", "oracle")
@@ -217,10 +218,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     methods = given.methods.split(";") if given.methods else list(METHODS)
-    wanted: Callable[[str], bool] = lambda name: not given.shapes or any(map(name.startswith, given.shapes))
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, shape in SHAPES.items():
-        if not wanted(name):
+        if given.shapes and not any(map(name.startswith, given.shapes)):
             continue
         for seed in range(FIRST_SEED[given.which], FIRST_SEED[given.which] + given.seeds):
             parts = drawn(shape, seed)
@@ -231,7 +231,12 @@ def main() -> None:
         means = {m: sum(one[m]["error"] for one in seeds) / len(seeds) for m in methods}
         aris = {m: sum(one[m]["ari"] for one in seeds) / len(seeds) for m in methods}
         cpu = {m: sum(one[m]["cpu_s"] for one in seeds) for m in methods}
-        print(name, *(f"{m} {means[m]:.4f} ({aris[m]:.2f}, {cpu[m]:.0f}s)" for m in methods), sep="\n   ", flush=True)
+        print(
+            name,
+            *(f"{m} {means[m]:.4f} ({aris[m]:.2f}, {cpu[m]:.0f}s)" for m in methods),
+            sep="\n   ",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from torch import Tensor
 from coterie import Federation, models
 from coterie._core import randomness
 from coterie.algorithms import make
-from coterie.algorithms.cobo import PRINTED
 from coterie.algorithms.base import Algorithm
+from coterie.algorithms.cobo import PRINTED
 from coterie.data.generate import hierarchical_linear
 from coterie.models.base import Model
 from coterie.models.glm import Glm

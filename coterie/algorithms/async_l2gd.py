@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import setting
+from coterie.algorithms.finding import Finder
 from coterie.engine import fast_forward
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -25,7 +26,7 @@ HEADS = "client-cluster"  # the link between clients and the head of their clust
 
 
 @dataclass(frozen=True)
-class AsyncL2GD(Algorithm):
+class AsyncL2GD(Finder):
     """Personal models pulled to their cluster's mean and to the common one (Lyu, Hanzely, Kolar 2022, Algorithm 1).
 
     min sum_i f_i(t_i) + gamma_i/2 [(1-alpha_j) |t_i - m_j|^2 + alpha_j |t_i - m|^2],   alpha_j = lambda/(lambda + G_j)
@@ -62,6 +63,7 @@ class AsyncL2GD(Algorithm):
     coins: str = setting(
         "independent", "one coin for each cluster, or one for all", options=("independent", "one")
     )
+    clusters: str = setting("known", "use the known clusters, or find them first", options=("known", "found"))
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
@@ -104,12 +106,16 @@ class AsyncL2GD(Algorithm):
             The algorithm.
         """
         draft = cls(gamma=gamma, alpha=alpha, lambda_=1.0 if lambda_ is None else lambda_, **settings)
+        if draft.clusters == "found":
+            fed = fed.fresh(dropout=0.0)
+            draft.use_found(fed)
         penalty, smoothness = draft.penalty(fed), draft.constants(fed)["smoothness"]
         coins = (Coins.best_one if draft.coins == "one" else Coins.best)(penalty, smoothness)
         chosen = {"p0": coins.p0, "p": float(coins.p[0]), "lr": 0.5 / coins.smoothness(penalty, smoothness)}
         return cls(**{**draft.settings(), "tau": None, **chosen})
 
     def start(self, fed: Federation) -> State:
+        found = self.use_found(fed) if self.clusters == "found" else {}
         penalty = self.penalty(fed)
         coins = self.chances(penalty)
         pulls = [coins.far(penalty), coins.near(penalty), coins.inside(penalty)]
@@ -123,6 +129,7 @@ class AsyncL2GD(Algorithm):
             steps=torch.zeros(len(coins.p), 1, dtype=fed.dtype, device=fed.device),
             rounds_global=0,
             rounds_within=0,
+            **found,
         )
 
     def check_step(self, pull: float) -> None:
@@ -291,7 +298,7 @@ class AsyncL2GD(Algorithm):
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         pulls = {"pull_all": (2 * d + 2, 0), "pull_inside": (d + 1, 0)}
-        return {"begin": (0, 0), "measure": (0, 2), "share": (2, d), **pulls}
+        return {"begin": (0, 0), "measure": (0, 2), "share": (2, d), **pulls, **self.finding_traffic(d)}
 
     def penalty(self, fed: Federation) -> Penalty:
         """Return the objective's penalty on these clients."""

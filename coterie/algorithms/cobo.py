@@ -13,8 +13,8 @@ from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
-from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.ledger import PEERS
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
@@ -27,7 +27,7 @@ from coterie.theory.consensus import (
     running_size,
     start_newcomers,
 )
-from coterie.theory.pair_tests import bar, evidence, halves, link_distances, shared_noise
+from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_distances, shared_noise
 from coterie.theory.simplex import onto_simplex
 from coterie.theory.sketch import project
 from coterie.theory.sparse_links import candidates, merge, observed_links, sparse_consensus
@@ -38,8 +38,10 @@ PRINTED: dict[str, Any] = {"test": "midpoint", "scale": "raw", "sampling": "cons
 PAIR_ELEMENTS = 1 << 28  # numbers of the midpoints sent in one call
 USUAL_LR, USUAL_RHO, STIFF_RHO = 0.05, 1.0, 10.0
 COMMON_GAMMA, MIDPOINT_GAMMA, COMMON_STEPS = 0.25, 0.05, 5
+GLARING = 10.0  # times the bar: halves that differ so much are themselves cut in the same round
 LOOKS = 100  # sampling = auto: a pair of up to so many clients is looked at in every round
 DENSE = 300  # clients up to which every pair has a weight
+LOOK_EVERY = ((20, 1), (100, 5), (float("inf"), 50))  # up to which round the common test is made how often
 SEARCH_ROUNDS = (1, 2, 4, 8, 16)  # in which candidate neighbours of many clients are looked for again
 SKETCH = 16  # numbers of a gradient by which they are found
 
@@ -54,8 +56,8 @@ class CoBo(Algorithm):
         w_ij = w_ji <- clip(w_ij + gamma <g_i(z), g_j(z)>/m, 0, 1),   m the running mean of |<g_i, g_j>|
     test = "common":  z = the median model of clients that are linked, directly or through others;  with v_i the noise
         of g_i(z) that i's choice of rows brings,   w_ij = w_ji <- clip(w_ij + gamma e_ij, 0, 1),
-        e_ij = (2 v_ij - |g_i(z) - g_j(z)|^2)/v_ij,  v_ij that of g_i - g_j if both have one distribution: positive if
-        the two gain by pooling their rows
+        e_ij = 1 or -1: whether i and j are on one side of the clearest cut through {g_i(z)}, or v explains them all;
+        w_ij is at most what makes the pull best for clients that differ as much as those of its side do
     every client:  x_i <- x_i - lr (g_i(x_i) + rho sum_k w_ik (x_i - x_k))
 
     "auto" is "common" for weights in a box and "midpoint" on the simplex. p_t is rate/n for sampling = "constant",
@@ -123,7 +125,7 @@ class CoBo(Algorithm):
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
     def start(self, fed: Federation) -> State:
-        lr, rho = self._steps(fed)
+        lr, rho, curvature = self._steps(fed)
         n, models = fed.n, fed.initial_model().repeat(fed.n, 1)
         seen = torch.zeros(n, dtype=torch.long, device=fed.device)
         memory = {"momentum": torch.zeros_like(models)} if self.momentum else {}
@@ -134,14 +136,16 @@ class CoBo(Algorithm):
             weights = 1 - torch.eye(n, dtype=fed.dtype, device=fed.device)
             if self.domain == "simplex":
                 weights = weights / (n - 1) if n > 1 else torch.ones_like(weights)
-        return State(models=models, weights=weights, seen=seen, joined=0, lr=lr, rho=rho, size=0.0, **memory)
+        steps = {"lr": lr, "rho": rho, "curvature": curvature}
+        return State(models=models, weights=weights, seen=seen, joined=0, size=0.0, **steps, **memory)
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = self.present(fed, t)
         if self.sparse(fed):
             s = self.linked(fed, s, t, ids)
         elif self.common_point:
-            s = s.replace(weights=self.probed(fed, s, ids))
+            if any(t <= last and t % every == 0 for last, every in LOOK_EVERY):
+                s = s.replace(weights=self.probed(fed, s, ids))
         else:
             weights, size = self.refreshed(fed, s, t, ids)
             s = s.replace(weights=weights, size=size)
@@ -187,22 +191,31 @@ class CoBo(Algorithm):
 
     def probed(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
         """Return W after w_ij <- clip(w_ij +- gamma, 0, 1) for pairs that are linked, perhaps through others."""
-        groups = linked_groups(s.weights > 0).to(fed.device)
+        weights: Tensor = s.weights.clone()
+        groups = linked_groups(weights > 0).to(fed.device)
         company = torch.bincount(groups)[groups] > 1
         asked = company.nonzero().squeeze(-1) if ids is None else ids[company[ids]]
         if len(asked) == 0:
-            return s.weights
+            return weights
         r = fed.map(self.probe, each={"z": group_medians(s.models, groups)[asked]}, to=asked)
         if len(r) == 0:
-            return s.weights
-        weights = s.weights.clone()
-        for group in groups[r.ids].unique():
-            here = (groups[r.ids] == group).nonzero().squeeze(-1)
-            ids = r.ids[here]
-            found = halves(r["grad"][here], r["noise"][here], fed.sizes[ids], r["dimensions"][here])
-            vote = 2.0 * (found.unsqueeze(1) == found) - 1
-            pairs = (ids.unsqueeze(1), ids)
-            weights[pairs] = (weights[pairs] + self.pace * vote).clamp(0, 1)
+            return weights
+        waiting = [(groups[r.ids] == group).nonzero().squeeze(-1) for group in groups[r.ids].unique()]
+        while waiting:
+            here = waiting.pop()
+            members = r.ids[here]
+            told = [r["grad"][here], r["noise"][here], fed.sizes[members], r["dimensions"][here]]
+            half, times = halves(*told)
+            pairs = (members.unsqueeze(1), members)
+            after = weights[pairs] - self.pace * max(1.0, times)  # a clear cut is made at once
+            for part in (half == 0, half == 1):
+                pull = s.curvature * closeness(*(value[part] for value in told))
+                most = min(1.0, pull / max(1e-12, s.rho * int(part.sum())))
+                both = part.unsqueeze(1) & part
+                after = torch.where(both, (weights[pairs] + self.pace).clamp(max=most), after)
+            weights[pairs] = after.clamp(0, 1)
+            if times > GLARING:
+                waiting += [here[half == 0], here[half == 1]]
         return weights.fill_diagonal_(0.0)
 
     def linked(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
@@ -264,7 +277,8 @@ class CoBo(Algorithm):
         phase = self.agree_with_noise if self.withdraws else self.agree
         r = fed.map(phase, each={"z": midpoints(models, ends)}, to=asked, link=PEERS)
         if len(r) == 0:
-            return i[:0], j[:0], *(torch.zeros(0, dtype=torch.float64, device=fed.device) for _ in range(2))
+            nothing = torch.zeros(0, dtype=torch.float64, device=fed.device)
+            return i[:0], j[:0], nothing, nothing.expand(2, 0)
         values = r.values
         if len(r) == len(ends):
             first, second = values.chunk(2)
@@ -360,7 +374,8 @@ class CoBo(Algorithm):
         if "links" in s:
             return observed_links(s.links, s.weights, fed.clusters, fed.n)
         simplex = self.domain == "simplex"
-        linked = s.weights > (0.5 / max(1, fed.n - 1) if simplex else 0.5)
+        level = 0.0 if self.common_point else 0.5 / max(1, fed.n - 1) if simplex else 0.5
+        linked = s.weights > level
         return {
             "weights": s.weights,
             "degree": degrees(s.weights),
@@ -369,20 +384,21 @@ class CoBo(Algorithm):
         }
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        steps = {"slope": (d, d), "descend": (d, d)}
+        steps = {"slope": (d, d), "descend": (d + 1, d)}
         looks = {"probe": (d, d + 2), "agree": (d, d), "agree_with_noise": (d, d + 1)}
         return {"curvature": (0, 1), **steps, **looks}
 
     def curvature(self, client: Client) -> Tensor:
         return client.smoothness()
 
-    def _steps(self, fed: Federation) -> tuple[float, float]:
-        """Return lr and rho as given, or by the stability rule lr (L + rho lambda_max(Lap W)) < 2."""
+    def _steps(self, fed: Federation) -> tuple[float, float, float]:
+        """Return lr and rho, as given or by the rule lr (L + rho lambda_max(Lap W)) < 2, and the usual curvature."""
         guarded = self.stiff or self.guard > 0
-        largest = 0.0
-        if fed.model.has_hessian and (self.lr is None or not guarded):
+        largest, usual_curvature = 0.0, 1.0
+        if fed.model.has_hessian and (self.lr is None or self.common_point or not guarded):
             r = fed.map(self.curvature)
             largest = float(r.values.max()) if len(r) else 0.0
+            usual_curvature = float(r.values.median()) / 2 if len(r) else 1.0
         lr = self.lr or (min(USUAL_LR, 0.5 / largest) if largest > 0 else USUAL_LR)
         spread = fed.n if self.domain == "box" else fed.n / max(1, fed.n - 1)
         safe = max(0.0, 1 / lr - largest) / spread
@@ -395,4 +411,4 @@ class CoBo(Algorithm):
                 f"(guard = 0.5), use implicit = true, or a rho below {max(0.0, 2 / lr - largest) / spread:.3g}.",
                 stacklevel=2,
             )
-        return lr, rho
+        return lr, rho, usual_curvature

@@ -71,9 +71,20 @@ class Finder(Algorithm):
             labels = chosen(tree, nodes, losses, fine)
         starts = group_weights(r["fit"], labels.to(r.ids.device), int(labels.max()) + 1)
         everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
-        return Found(
-            everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"]
-        )
+        return Found(everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"])
+
+    def use_found(self, fed: Federation) -> dict[str, Tensor]:
+        """Find clusters and let `fed.known_clusters` return them; return the state field that keeps them.
+
+        A client that did not answer is put into the largest cluster; if nobody did, there is one for all.
+        """
+        try:
+            labels = self.find_clusters(fed, None).labels
+        except NobodyAnswered:
+            labels = torch.zeros_like(fed.everyone)
+        largest = torch.bincount(labels[labels >= 0]).argmax()
+        fed.found = torch.where(labels < 0, largest, labels)
+        return {"found_clusters": fed.found}
 
     def finding_traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Return the communication of the phases below."""

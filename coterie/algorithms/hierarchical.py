@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import setting
 from coterie.algorithms.effect_groups import effect_groups
+from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
 from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, weight_of
 from coterie.engine.client import Client
@@ -34,7 +35,7 @@ PAIRS = list(product(GAMMAS, LAMBDAS))
 
 
 @dataclass(frozen=True)
-class Hierarchical(MarginalEffects, Algorithm):
+class Hierarchical(MarginalEffects, Finder):
     """Client, cluster and common parameters of a hierarchical model (Lyu, Hanzely, Kolar 2022, section 5).
 
     min sum_i [n_i f_i(t_i)/sigma^2 + gamma/2 |t_i - w_j|^2] + sum_j lambda/2 |w_j - w|^2
@@ -94,10 +95,13 @@ class Hierarchical(MarginalEffects, Algorithm):
     lr: float = setting(0.1, "step size of the gradient solver", above=0, tune=(0.03, 0.1, 0.3))
     steps: int = setting(5, "steps per round of the gradient solver", low=1)
     grouping: str = setting(
-        "known", "use the known clusters, or one cluster of all clients", options=("known", "one")
+        "known",
+        "use the known clusters, one cluster of all clients, or clusters that are found first",
+        options=("known", "one", "found"),
     )
 
     def start(self, fed: Federation) -> State:
+        found = self.use_found(fed) if self.grouping == "found" else {}
         k, choice = self.count(fed), self.choice(fed)
         if choice == "validation" and not fed.has_rows("validation"):
             raise SettingError(
@@ -110,7 +114,9 @@ class Hierarchical(MarginalEffects, Algorithm):
             )
         x = fed.initial_model()
         spread = torch.zeros(k, fed.d, dtype=fed.dtype, device=fed.device)
-        return State(x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False)
+        return State(
+            x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False, **found
+        )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         if s.done:
@@ -328,7 +334,7 @@ class Hierarchical(MarginalEffects, Algorithm):
         newton = {"curve": (0, d * d + d + 1), "place": (2 * d + 1, 0), "judge": (len(PAIRS) * d, len(PAIRS))}
         # of a random intercept; p numbers instead of one for p variances
         more = {"contribute": (3 * d + 1, (d + 2) * (d + 3) // 2), "follow": (3 * d + 1, 0)}
-        return {"begin": (d, 0), "train": (d, d), **newton, **more}
+        return {"begin": (d, 0), "train": (d, d), **newton, **more, **self.finding_traffic(d)}
 
     def newton(self, fed: Federation) -> bool:
         """Return True if clients send second derivatives."""
@@ -359,7 +365,7 @@ class Hierarchical(MarginalEffects, Algorithm):
 
     def pass_on(self, fed: Federation, down: Tensor, up: Tensor) -> None:
         """Count what the heads of clusters exchange with the server."""
-        if self.grouping == "known":
+        if self.grouping != "one":
             fed.exchange("centres", "cluster-server", down=down, up=up)
 
     def isotropic(self, fed: Federation, gamma: float, lambda_: float) -> Components:

@@ -135,7 +135,7 @@ class Ifca(Finder):
         asked = fed.everyone if ids is None else ids
         social = asked[(s.labels[asked] < 0) | (count[s.labels[asked].clamp(min=0)] > 1)]
         lowest = torch.full((fed.n,), torch.inf, dtype=torch.float64, device=fed.device)
-        labels = s.labels.clone()
+        labels: Tensor = s.labels.clone()
         for k in (count > 1).nonzero().squeeze(1).tolist() if len(social) and len(s.models) > 1 else []:
             r = fed.map(self.weigh, x=s.models[k], to=social)
             better = r.values.double().squeeze(-1) < lowest[r.ids] if len(r) else labels[:0] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from coterie._core.errors import NobodyAnswered, SettingError
 from coterie._core.randomness import key
 from coterie.algorithms.base import setting
 from coterie.algorithms.finding import Finder
+from coterie.algorithms.neighbours import theory_steps
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.optimizers import OPTIMIZERS
@@ -21,7 +22,7 @@ from coterie.models.heads import last_layer
 from coterie.theory.cluster_count import estimate_clusters
 from coterie.theory.cluster_quality import align_labels, cluster_quality
 from coterie.theory.sketch import PARTS, clustered_part
-from coterie.theory.threshold import Clustering, Rule, make_rule, threshold_cluster
+from coterie.theory.threshold import REST, Clustering, Rule, make_rule, threshold_cluster
 from coterie.theory.threshold_rules import RULES
 from coterie.theory.threshold_starts import group_weights, seed_weights
 
@@ -44,8 +45,8 @@ class PflTc(Finder):
     tree of the clients' own fits, from one for all to everybody alone. The page of this algorithm lists corrected signs
     and the corrected divisor. At own points all gradients vanish at the clients' optima, so that clusters merge; at
     common points they do not. Deviations: the fits, because one gradient tells too little and a bad first clustering is
-    never left; with at="common" the momentum is that of the centre, which equals the centre of momentums while balls are
-    stable, so that no client stores K vectors.
+    never left; with at="common" the momentum is that of the centre, which equals the centre of momentums while balls
+    are stable, so that no client stores K vectors.
 
     Examples
     --------
@@ -79,6 +80,26 @@ class PflTc(Finder):
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
 
+    @classmethod
+    def from_theory(cls, fed: Federation, *, lr: float | None = None, **settings: Any) -> Self:
+        """Return the algorithm with one gradient per round, lr = 1/(3L) and momentum = 3 L lr (Theorem 3).
+
+        Parameters
+        ----------
+        fed
+            The federation, whose model knows its curvature L.
+        lr
+            A smaller step size, as noise asks for; the momentum follows it.
+        **settings
+            Other hyperparameters.
+
+        Returns
+        -------
+        PflTc
+            The algorithm.
+        """
+        return cls(**{**settings, **theory_steps(fed, cls().curvature, lr)}, steps=1)
+
     @property
     def fit_steps(self) -> int:
         return self.warmup
@@ -111,6 +132,9 @@ class PflTc(Finder):
     def slope(self, client: Client, x: Tensor) -> Tensor:
         return self._path(client, x, self.steps)
 
+    def curvature(self, client: Client) -> Tensor:
+        return client.smoothness()
+
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
 
@@ -121,7 +145,8 @@ class PflTc(Finder):
         return cluster_quality(s.labels, fed.clusters)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        return {"begin": (0, 0), "train": (d, d), "slope": (d, d), **self.finding_traffic(d)}
+        given = {"begin": (0, 0), "curvature": (0, 1), "train": (d, d), "slope": (d, d)}
+        return {**given, **self.finding_traffic(d)}
 
     def _path(self, client: Client, x: Tensor, steps: int) -> Tensor:
         """Return the sum of the gradients along so many local steps from x."""
@@ -148,7 +173,9 @@ class PflTc(Finder):
 
     def _first_clusters(self, fed: Federation, s: State, ids: Tensor | None) -> State:
         """Find the clusters among clients that fitted alone; their centres are the first models."""
-        found = self.find_clusters(fed, ids, self.clusters + (self.clusters and self.spare), self.cluster_on, self.width)
+        found = self.find_clusters(
+            fed, ids, self.clusters + (self.clusters and self.spare), self.cluster_on, self.width
+        )
         k = len(found.models)
         return State(k=k, models=found.models, momentum=torch.zeros_like(found.models), labels=found.labels)
 
@@ -179,7 +206,9 @@ class PflTc(Finder):
         else:
             rule = self._rule(1, len(part), share=self.share or float(members.double().mean()))
             start = group_weights(part, (~members).long(), 1)
-            balls = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes).weights[0]
+            rest = 0.0 if self.clusters else REST
+            found = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes, rest=rest)
+            balls = found.weights[0]
         rows = r.weights.flatten().double()
         weights = balls.double() * rows.clamp(max=HEAVIEST * rows.median())
         weights = weights / weights.sum()

@@ -56,6 +56,7 @@ class Federation:
             raise SettingError(f"dropout is {dropout}; it must be at least 0 and below 1")
         self.runtime, self.model, self.seed, self.dtype, self.device = runtime, model, seed, dtype, device
         self.names, self.clusters, self.dropout = list(names), clusters, dropout
+        self.found: Tensor | None = None  # clusters [n] that a method found and uses as if they were known
         self.cluster_names = list(cluster_names) if cluster_names is not None else None
         self.table, self.truth = table, truth
         self.texts = texts  # where they are and how they were read, for who wants them again
@@ -186,7 +187,9 @@ class Federation:
         )
 
     def known_clusters(self, method: str = "this method") -> Tensor:
-        """Return the known cluster of every client [n]; raise `SettingError` if there are none."""
+        """Return the known cluster of every client [n], or the found one; raise `SettingError` if there are none."""
+        if self.found is not None:
+            return self.found
         if self.clusters is None:
             raise SettingError(f"{method} needs known clusters: pass `--cluster COLUMN` or `clusters=`")
         return self.clusters
@@ -316,6 +319,7 @@ class Federation:
         run: Callable[[Call, Visits, dict[str, Any] | None], Answer],
     ) -> dict[str, Tensor]:
         """Run `deploy` everywhere; clients that have not begun do so for this occasion only."""
+        self._use_found(state)
         shared, each = algorithm.deploy_inputs(self, state)
         groups: list[tuple[Tensor | None, dict[str, Any] | None]] = [(None, None)]
         if algorithm.begin is not None and not self._all_begun:
@@ -447,9 +451,15 @@ class Federation:
         """Set which clients had begun when a checkpoint was written."""
         self.begun, self._all_begun = begun, bool(begun.all())
 
+    def _use_found(self, state: State | None) -> None:
+        """Use the clusters that a method found and has in its state."""
+        if state is not None and "found_clusters" in state:
+            self.found = state.found_clusters
+
     def enter_round(self, t: int, state: State | None) -> None:
         """Begin a round: set the coordinates of all random draws and let newcomers in."""
         self.round, self._calls, self._state = t, 0, state
+        self._use_found(state)
         for ids, rows in self.runtime.begin_round(t, state):
             for split, count in rows.items():
                 self.rows[split][ids] = count.to(self.rows[split])

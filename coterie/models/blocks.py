@@ -13,9 +13,9 @@ BLOCKS = 8  # blocks that the rows of a client are dealt to
 def mean_and_noise(
     grad: Callable[..., Tensor], w: Tensor, x: Tensor, y: Tensor, weight: Tensor, count: int = BLOCKS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of all rows, and the size and the number of dimensions of the error that their choice brings.
+    """Return the gradient of all rows, and the size and the dimensions of the error that their choice brings.
 
-    Rows are dealt to blocks in turn. With g_b the gradient of block b, its share p_b of the weight and g their mean, the
+    Rows are dealt to blocks in turn. With g_b the gradient of block b, p_b its share of the weight and g their mean, the
     noise is B/(B - 1) sum_b p_b^2 |g_b - g|^2, whose expectation is the variance of g for equal blocks of independent
     rows. Errors of covariance C fill (tr C)^2 / tr C^2 dimensions, estimated from the products of two blocks' errors.
 

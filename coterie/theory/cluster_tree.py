@@ -13,7 +13,7 @@ from torch import Tensor
 
 LARGEST = 512  # points from which near ones are first put together
 SMALLEST = 0.25  # of an equal share: smaller groups are no cluster if their number is given
-CLEAR = 2.0  # standard errors
+CLEAR = 2.25  # standard errors
 CREDIBLE = 3.0  # times the usual: what one client says about a cluster counts at most so much
 
 
@@ -53,7 +53,8 @@ class Tree:
         n = self.points
         first = max(0, len(self.children) - (most - 1))
         made = torch.arange(n + first, n + len(self.children))
-        return torch.cat([torch.arange(n), self.children[first:].flatten(), made]).unique()
+        found: Tensor = torch.cat([torch.arange(n), self.children[first:].flatten(), made]).unique()
+        return found
 
 
 def ward(points: Tensor, weights: Tensor) -> Tree:
@@ -140,15 +141,17 @@ def coarse(points: Tensor, weights: Tensor, most: int, seed: int) -> Tensor:
 
     means = MiniBatchKMeans(most, random_state=seed % (1 << 31), n_init=1, batch_size=4 * most)
     found = means.fit_predict(points.detach().double().cpu().numpy(), sample_weight=weights.cpu().numpy())
-    return torch.as_tensor(found, dtype=torch.long).unique(return_inverse=True)[1]
+    groups: Tensor = torch.as_tensor(found, dtype=torch.long).unique(return_inverse=True)[1]
+    return groups
 
 
 def chosen(tree: Tree, nodes: Tensor, losses: Tensor, fine: Tensor) -> Tensor:
     """Return the clusters that held-out rows choose among the nodes of a tree.
 
-    From the leaves up, two halves become one cluster unless the rows of their members speak clearly against it: the sum
-    of what they lose by it, fold by fold, is more than 2 standard errors above zero. Chance alone then splits few
-    clusters, and clusters that differ lose in every fold.
+    From the leaves up, two halves become one cluster unless the rows of both together, or of one of them, speak clearly
+    against it: what members lose by it, fold by fold, is more than 2.25 standard errors above zero (1.5 for two clients,
+    1.75 for three, 2 for four). Chance alone then splits few clusters, and clusters that differ lose in every fold.
+    Halves are asked one by one too, so that many do not outvote one.
 
     Parameters
     ----------
@@ -176,29 +179,33 @@ def chosen(tree: Tree, nodes: Tensor, losses: Tensor, fine: Tensor) -> Tensor:
     >>> chosen(tree, torch.arange(5), losses, torch.arange(3)).tolist()
     [0, 0, 1]
     """
-    n = tree.points
+    n, clients = tree.points, len(fine)
     row = {int(node): k for k, node in enumerate(nodes)}
-    kept: dict[int, tuple[Tensor, Tensor]] = {}  # of each node: labels of its clients, and what they lose so
+    kept: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # of each node: cluster of its clients, and what they lose in it
+    nobody, nothing = torch.full((clients,), -1), torch.zeros_like(losses[0])
     for node in range(2 * n - 1):
         inside = tree.members[node][fine]
         if node < n:
-            alone = (torch.where(inside, torch.arange(len(fine)), -1), torch.zeros_like(losses[0]))
-            together = int(inside.sum()) > 1 and not _against(losses[row[node]], inside)
-            kept[node] = (torch.where(inside, node, -1), losses[row[node]]) if together else alone
-            kept[node] = (torch.where(inside & (kept[node][0] >= 0), kept[node][0] + len(fine) * (node + 1), -1), kept[node][1])
-            continue
-        (left, lost_left), (right, lost_right) = (kept[int(child)] for child in tree.children[node - n])
-        parts = (torch.maximum(left, right), lost_left + lost_right)
-        if node in row and not _against(losses[row[node]] - parts[1], inside):
-            parts = (torch.where(inside, len(fine) * (n + 1) + node, -1), losses[row[node]])
-        kept[node] = parts
+            apart = (torch.where(inside, 2 * n + torch.arange(clients), nobody), nothing)
+            halves = [inside]
+        else:
+            children = tree.children[node - n].tolist()
+            (left, lost_left), (right, lost_right) = (kept[child] for child in children)
+            apart = (torch.maximum(left, right), lost_left + lost_right)
+            halves = [tree.members[child][fine] for child in children]
+        more = losses[row[node]] - apart[1] if node in row else nothing
+        asked = [(inside, min(CLEAR, 1 + 0.25 * int(inside.sum()))), *((half, CLEAR) for half in halves)]
+        whole = node in row and int(inside.sum()) > 1 and not any(_against(more, *one) for one in asked)
+        kept[node] = (torch.where(inside, node, nobody), losses[row[node]]) if whole else apart
     return numbered(kept[2 * n - 2][0])
 
 
-def _against(losses: Tensor, inside: Tensor) -> bool:
-    """Return True if losses [clients, folds] of those inside are clearly positive."""
+def _against(losses: Tensor, inside: Tensor, clear: float) -> bool:
+    """Return True if losses [clients, folds] of those inside are so many standard errors above zero."""
     own = losses[inside].flatten()
-    return bool(own.sum() > CLEAR * own.square().sum().sqrt())
+    return bool(own.mean() > clear * own.std() / len(own) ** 0.5)
 
 
 def cut(tree: Tree, points: Tensor, k: int) -> Tensor:
@@ -251,7 +258,7 @@ def cut(tree: Tree, points: Tensor, k: int) -> Tensor:
 
 
 def numbered(labels: Tensor) -> Tensor:
-    """Number labels by their first appearance.
+    """Return labels numbered by their first appearance.
 
     Examples
     --------

@@ -18,7 +18,8 @@ from coterie.theory.cluster_tree import numbered, ward
 
 ROUNDING = 1e-10  # relative to the size of gradients: smaller differences are none
 BAR = 2.0  # times the noise: squared distance of two gradients from which pooling harms
-CHOSEN = 2.0  # times the best cut through a cloud of chance
+CHOSEN = 3.0  # times the best cut through a cloud of chance
+CLEAR = 2.0  # standard errors
 RARE = 0.99  # quantile of what chance alone puts between two clients of one distribution
 
 
@@ -74,8 +75,8 @@ def link_distances(grads: Tensor, links: Tensor, piece: int = 1 << 22) -> Tensor
 def bar(dimensions: float, count: int = 2) -> float:
     """Return the cost of joining two groups, in units of the noise, above which they count as different.
 
-    It is the largest of: 2, where pooling ceases to pay; the 99 % point of what chance alone puts between two clients of
-    one distribution, which varies much in few dimensions; and twice what the best cut through `count` points of one
+    It is the largest of: 2, where pooling ceases to pay; the 99 % point of what chance puts between two clients of one
+    distribution, which varies much in few dimensions; and three times what the best cut through `count` points of one
     Gaussian cloud gives, (2/pi) (sqrt(count) + sqrt(q))^2 / q, since the cut is chosen after looking.
 
     Parameters
@@ -94,14 +95,14 @@ def bar(dimensions: float, count: int = 2) -> float:
     --------
     >>> from coterie.theory.pair_tests import bar
     >>> [round(bar(q), 2) for q in (2.0, 5.0, 100.0)], round(bar(5.0, count=12), 2)
-    ([5.09, 3.39, 2.0], 8.27)
+    ([7.64, 5.09, 2.49], 12.41)
     """
     q = max(1.0, dimensions)
     best_cut = 2 / math.pi * (math.sqrt(count) + math.sqrt(q)) ** 2 / q
     return max(BAR, float(chi2.ppf(RARE, q)) / q, CHOSEN * best_cut)
 
 
-def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Tensor:
+def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> tuple[Tensor, float]:
     """Return two groups of clients if their gradients at one point differ by more than chance explains, else one.
 
     Ward's tree joins groups with a and b rows at the cost a b/(a + b) |g - h|^2, g and h their mean gradients. If all
@@ -122,27 +123,72 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> Te
 
     Returns
     -------
-    Tensor
-        Group of each client, 0 or 1, int64 [n].
+    tuple of Tensor and float
+        Group of each client, 0 or 1, int64 [n]; and how many times above the bar the cost is, at most 1 with one group.
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory.pair_tests import halves
     >>> grads = torch.tensor([[0.0, 0.1], [0.1, 0.0], [5.0, 5.0]])
-    >>> halves(grads, torch.full((3, 1), 0.02), torch.ones(3, 1), torch.full((3, 1), 2.0)).tolist()
-    [0, 0, 1]
+    >>> groups, times = halves(grads, torch.full((3, 1), 0.02), torch.ones(3, 1), torch.full((3, 1), 2.0))
+    >>> groups.tolist(), times > 100
+    ([0, 0, 1], True)
     """
     tree = ward(grads, rows)
     labels = torch.zeros(len(grads), dtype=torch.long)
-    if tree.points > 1:
-        of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
-        parts = tree.members[tree.children[-1]]
-        usual = min(float(of_a_row[part].median()) for part in parts)
-        rounding = ROUNDING * float((grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()).sum())
-        if float(tree.costs[-1]) > bar(float(dimensions.median()), len(grads)) * usual + rounding:
-            labels[parts[1]] = 1
-    return numbered(labels).to(grads.device)
+    if tree.points < 2:
+        return labels.to(grads.device), 0.0
+    of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
+    parts = tree.members[tree.children[-1]]
+    usual = min(float(of_a_row[part].median()) for part in parts)
+    lengths = grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()
+    allowed = bar(float(dimensions.median()), len(grads)) * usual + ROUNDING * float(lengths.sum())
+    times = float(tree.costs[-1]) / max(allowed, 1e-300)
+    labels[parts[1]] = int(times > 1)
+    return numbered(labels).to(grads.device), times
+
+
+def closeness(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> float:
+    """Return the noise of the members of a group divided by what they differ beyond it; infinite if they do not.
+
+    With R the squared distances of the members' gradients from their mean, in units of what the noise explains, the
+    best pull of each member to that mean is the loss's curvature divided by R - 1 (the posterior mean in a normal
+    hierarchy). Two standard errors of R are given to chance.
+
+    Parameters
+    ----------
+    grads
+        Gradients at one point, [n, d].
+    noise
+        Expected squared distance of each from that of its distribution, [n, 1].
+    rows
+        Number of rows of each client, [n, 1].
+    dimensions
+        Number of dimensions that the noise fills, [n, 1].
+
+    Returns
+    -------
+    float
+        1/(R - 1).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.pair_tests import closeness
+    >>> grads, one = torch.tensor([[0.0], [20.0]]), torch.ones(2, 1)
+    >>> closeness(grads, one, one, one) < 0.01, closeness(grads / 20, one, one, one)
+    (True, inf)
+    """
+    count = len(grads)
+    if count < 2:
+        return math.inf
+    mean = (rows * grads).sum(0) / rows.sum()
+    apart = float((rows * (grads - mean).square()).sum())
+    usual = (count - 1) * float((noise * rows).clamp(min=0).median())
+    slack = CLEAR * math.sqrt(2 / ((count - 1) * max(1.0, float(dimensions.median()))))
+    excess = apart - (1 + slack) * usual
+    return usual / excess if excess > 0 else math.inf
 
 
 def evidence(apart: Tensor, noise: Tensor, bar: float = BAR) -> Tensor:

@@ -189,8 +189,8 @@ def observed_links(links: Tensor, weights: Tensor, truth: Tensor | None, n: int)
     Returns
     -------
     dict of Tensor
-        `links` [E', 3]: two ends and the weight of links above 1/2; `degree` [n]; what `cluster_quality` gives of groups
-        of linked clients; and `between`, the share of the weight that crosses true clusters.
+        `links` [E', 3]: two ends and the weight of links above 1/2; `degree` [n]; what `cluster_quality` gives of
+        groups of linked clients; and `between`, the share of the weight that crosses true clusters.
 
     Examples
     --------

@@ -32,7 +32,7 @@ from coterie.theory.collaboration import (
 from coterie.theory.simplex import onto_simplex
 
 
-def CoBo(*values, **settings):  # noqa: N802
+def CoBo(*values, **settings):
     """CoBo as printed, unless settings say otherwise; weights are the fourth and fifth value."""
     names = ("lr", "rho", "gamma", "domain", "sampling")
     given = {**dict(zip(names, values, strict=False)), **settings}
@@ -280,7 +280,10 @@ def test_step_sizes_that_are_not_given_follow_the_stability_rule():
     fed = Federation.from_arrays(xs, [x.sum(-1) for x in xs], models.linear())
     fed.enter_round(0, None)
     largest = max(float(torch.linalg.eigvalsh(x.T @ x / 30)[-1]) for x in xs)
-    assert CoBo().start(fed).lr == pytest.approx(0.5 / largest)
+    assert CoBo().start(fed).lr == 0.05 < 0.5 / largest
+    steep = Federation.from_arrays([9 * x for x in xs], [x.sum(-1) for x in xs], models.linear())
+    steep.enter_round(0, None)
+    assert CoBo().start(steep).lr == pytest.approx(0.5 / largest / 81)
     unguarded = CoBo(guard=0.0).start(fed)
     assert unguarded.lr * (largest + unguarded.rho * 5) < 2
     with pytest.warns(UserWarning, match="diverges.*guard"):

@@ -12,8 +12,8 @@ from torch import Tensor
 from coterie import Federation, fit, models
 from coterie._core import threads
 from coterie.algorithms import make
-from coterie.algorithms.cobo import PRINTED
 from coterie.algorithms.base import Algorithm
+from coterie.algorithms.cobo import PRINTED
 from coterie.engine.client import Client
 from coterie.engine.prefetch import Prefetch
 from coterie.engine.state import State

@@ -15,7 +15,13 @@ from coterie.train.history import History
 
 def trained(**options):
     fed = bowls((2, 3, 2), d=3)
-    return fit(fed, CoBo(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0), 40, evaluate_every=10, **options)
+    return fit(
+        fed,
+        CoBo(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0),
+        40,
+        evaluate_every=10,
+        **options,
+    )
 
 
 def test_matrices_are_in_cluster_order_and_curves_are_shown():
