@@ -26,19 +26,22 @@ class FromColumns(nn.Module):
         assert one.preprocessor is not None
         preprocessor = one.preprocessor
         self.predict = predict
-        self.number_columns = [scale.name for scale in preprocessor.scales]
-        self.means = [scale.mean for scale in preprocessor.scales]
-        self.sds = [scale.sd for scale in preprocessor.scales]
-        self.number_gaps = [scale.missing for scale in preprocessor.scales]
-        self.text_columns = [choice.name for choice in preprocessor.choices]
-        self.widths = [len(choice.levels) + choice.missing for choice in preprocessor.choices]
-        self.levels = [
+        # TorchScript takes the type of an empty list from its annotation, and of nothing else.
+        attribute: Any = torch.jit.Attribute
+        self.number_columns = attribute([scale.name for scale in preprocessor.scales], list[str])
+        self.means = attribute([scale.mean for scale in preprocessor.scales], list[float])
+        self.sds = attribute([scale.sd for scale in preprocessor.scales], list[float])
+        self.number_gaps = attribute([scale.missing for scale in preprocessor.scales], list[bool])
+        self.text_columns = attribute([choice.name for choice in preprocessor.choices], list[str])
+        self.widths = attribute([len(c.levels) + c.missing for c in preprocessor.choices], list[int])
+        levels = [
             {
                 **{level: k for k, level in enumerate(choice.levels)},
                 "": len(choice.levels) if choice.missing else -1,
             }
             for choice in preprocessor.choices
         ]
+        self.levels = attribute(levels, list[dict[str, int]])
         regression = one.task == "regression"
         self.target_mean = preprocessor.target_mean if regression else 0.0
         self.target_sd = preprocessor.target_sd if regression else 1.0

@@ -112,6 +112,19 @@ def test_torchscript(runs: dict[str, Path], kind: str, model: str, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize("kept", [["age", "score"], ["colour"]], ids=["numbers only", "texts only"])
+def test_torchscript_of_one_kind_of_column(kept: list[str], tmp_path: Path, write_table: WriteTable) -> None:
+    table = polars.read_csv(write_table(tmp_path / "table.csv", "binary")).select("site", *kept, "y")
+    coterie.fit(coterie.Federation.from_table(table, "site", "y"), "ditto", rounds=2, out=tmp_path / "run")
+    path = export(tmp_path / "run", "south", "torchscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.jit.load(str(path))
+    given = {name: torch.from_numpy(numbers(name)) for name in kept if name != "colour"}
+    found = module(given, {name: texts(name) for name in kept if name == "colour"})
+    np.testing.assert_allclose(found.numpy(), expected(tmp_path / "run")[0], atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_csv_by_hand(runs: dict[str, Path], kind: str, tmp_path: Path) -> None:
     run = runs[f"{kind} linear"]
