@@ -273,6 +273,8 @@ class TestRunFolders:
     def test_cut_config(self, refused: Refused, unfinished: Path) -> None:
         config = unfinished / "config.toml"
         config.write_text(config.read_text().partition("[plan]")[0])
+        refused("resume", "run", says=("config.toml", "damaged", "manifest.json", "train again"))
+        (unfinished / "manifest.json").unlink()
         refused("resume", "run", says=("config.toml", "[plan]", "damaged"))
 
     def test_resume_of_no_run(self, here: Path, refused: Refused, table: Path) -> None:

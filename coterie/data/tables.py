@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import column_types as columns
-from coterie.data import delimited
+from coterie.data import delimited, unpack
 
 if TYPE_CHECKING:
     import polars
 
 MOST_LEVELS = 1000
 _PARQUET = (".parquet", ".pq")
+_MEMORY_PER_CELL = 24  # bytes of a number and its copies
 _SOURCE = "the table"
 
 
@@ -111,7 +112,7 @@ def _require_file(path: Path) -> None:
     if not (_is_parquet(path) or delimited.is_delimited(path)):
         raise DataError(
             f"{path}: unknown kind of file {path.suffix!r}. Convert it to one of {', '.join(known)}; "
-            f"text may be packed ({', '.join(delimited.COMPRESSIONS)})."
+            f"text may be packed ({', '.join(unpack.COMPRESSIONS)})."
         )
 
 
@@ -123,8 +124,11 @@ def _read_parquet(path: Path) -> polars.DataFrame:
     import polars as pl
 
     try:
+        scan = pl.scan_parquet(path, glob=False)
+        cells = int(scan.select(pl.len()).collect().item()) * len(scan.collect_schema())
+        unpack.require_memory(path, _MEMORY_PER_CELL * cells, f"a table of {cells:,} values")
         return pl.read_parquet(path, glob=False)
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise DataError(
             f"{path}: cannot be read as Parquet ({error}). The file is truncated or is not Parquet: "
             "copy or write it again."

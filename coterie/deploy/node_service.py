@@ -270,15 +270,13 @@ class OpenRun:
                 "preprocessor": self.preprocessor.to_json(),
             },
         )
-        files.write_toml(
-            target / "config.toml",
-            {
-                "coterie": coterie.__version__,
-                "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
-                "plan": {"federated": True},
-                "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
-            },
-        )
+        config = {
+            "coterie": coterie.__version__,
+            "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
+            "plan": {"federated": True},
+            "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
+        }
+        files.seal(target, "config.toml", files.as_toml(config))
         self.state_files.clear()
         for old in (self.folder / "models").glob("*.safetensors"):
             old.unlink(missing_ok=True)
