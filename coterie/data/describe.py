@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from coterie.data import column_types as columns
-from coterie.data.tables import TableSpec, by_client
+from coterie.data.table_spec import TableSpec
+from coterie.data.tables import by_client
 
 if TYPE_CHECKING:
     import polars

@@ -25,7 +25,7 @@ from coterie.data import bundled, federated, tables
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
-from coterie.data.tables import TableSpec
+from coterie.data.table_spec import TableSpec
 from coterie.deploy import messages, wire
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.engine.build import make_runtime

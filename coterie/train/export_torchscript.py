@@ -33,7 +33,9 @@ class FromColumns(nn.Module):
         self.sds = attribute([scale.sd for scale in preprocessor.scales], list[float])
         self.number_gaps = attribute([scale.missing for scale in preprocessor.scales], list[bool])
         self.text_columns = attribute([choice.name for choice in preprocessor.choices], list[str])
-        self.widths = attribute([len(c.levels) + c.missing for c in preprocessor.choices], list[int])
+        self.widths = attribute([choice.width for choice in preprocessor.choices], list[int])
+        self.limits = attribute([scale.limit for scale in preprocessor.scales], list[float])
+        self.others = attribute([c.width - 1 if c.other else -1 for c in preprocessor.choices], list[int])
         levels = [
             {
                 **{level: k for k, level in enumerate(choice.levels)},
@@ -53,16 +55,17 @@ class FromColumns(nn.Module):
             values = numbers[name].to(torch.float64).reshape(-1, 1)
             gap = torch.isnan(values)
             if self.sds[k] != 0.0:
-                parts.append(
-                    torch.where(gap, torch.zeros_like(values), (values - self.means[k]) / self.sds[k])
-                )
+                scaled = (values - self.means[k]) / self.sds[k]
+                if self.limits[k] > 0.0:
+                    scaled = torch.where(scaled.abs() > self.limits[k], torch.zeros_like(values), scaled)
+                parts.append(torch.where(gap, torch.zeros_like(values), scaled))
             if self.number_gaps[k]:
                 parts.append(gap.to(torch.float64))
         for k, name in enumerate(self.text_columns):
             column = texts[name]
             spread = torch.zeros(len(column), self.widths[k], dtype=torch.float64)
             for row, text in enumerate(column):
-                at = self.levels[k].get(text, -1)
+                at = self.levels[k].get(text, self.others[k])
                 if at >= 0:
                     spread[row, at] = 1.0
             parts.append(spread)
