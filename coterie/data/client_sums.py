@@ -27,13 +27,18 @@ class ClientSums:
     sums
         [clients, columns, 7]: number of values, mean and sum of squares about it; number of outliers; mean and sum
         of squares of the other values; sum of products with the target, both about their means.
+    groups
+        Known cluster of each client; "" where there are none.
     """
 
     names: tuple[str, ...]
     sums: np.ndarray
+    groups: tuple[str, ...]
 
     @classmethod
-    def of(cls, owner: polars.Series, values: Sequence[polars.Series]) -> Self:
+    def of(
+        cls, owner: polars.Series, values: Sequence[polars.Series], group: polars.Series | None = None
+    ) -> Self:
         """Return the sums of these rows.
 
         Parameters
@@ -42,6 +47,8 @@ class ClientSums:
             Client of each row.
         values
             Numeric columns and, last, the target, with nulls.
+        group
+            Cluster of each row, where clusters are known.
 
         Returns
         -------
@@ -52,28 +59,37 @@ class ClientSums:
         code = owner.replace_strict(names, list(range(len(names)))).to_numpy() if names else np.empty(0, int)
         target = values[-1].to_numpy()
         parts = [_sums(code, column.to_numpy(), target, len(names)) for column in values]
-        return cls(tuple(names), np.stack(parts, 1))
+        first = np.unique(code, return_index=True)[1]
+        groups = [""] * len(names) if group is None else group[first].to_list()
+        return cls(tuple(names), np.stack(parts, 1), tuple(groups))
 
     def merge(self, other: ClientSums) -> ClientSums:
         """Return the sums of both sets of clients."""
-        return ClientSums((*self.names, *other.names), np.concatenate([self.sums, other.sums]))
+        return ClientSums(
+            (*self.names, *other.names),
+            np.concatenate([self.sums, other.sums]),
+            (*self.groups, *other.groups),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return names and sums as JSON values."""
-        return {"names": list(self.names), "sums": self.sums.tolist()}
+        return {"names": list(self.names), "sums": self.sums.tolist(), "groups": list(self.groups)}
 
     @classmethod
     def from_json(cls, stored: Any, columns: int) -> Self:
         """Return the sums that `to_json` wrote; raise ValueError for sums that no rows have."""
-        names, sums = stored["names"], np.array(stored["sums"], dtype=np.float64)
+        names, groups = tuple(stored["names"]), tuple(stored["groups"])
+        sums = np.array(stored["sums"], dtype=np.float64)
         sums = sums.reshape(0, columns, len(FIELDS)) if not names else sums
         if sums.shape != (len(names), columns, len(FIELDS)) or not all(
             isinstance(name, str) for name in names
         ):
             raise ValueError("sums of clients in another shape")
+        if not all(isinstance(name, str) for name in (*names, *groups)):
+            raise ValueError("clients without names")
         if not np.isfinite(sums).all() or (sums[..., [0, 2, 3, 5]] < 0).any():
             raise ValueError("sums of clients that no rows have")
-        return cls(tuple(names), sums)
+        return cls(names, sums, groups)
 
 
 def _sums(owner: np.ndarray, values: np.ndarray, target: np.ndarray, clients: int) -> np.ndarray:
@@ -112,7 +128,6 @@ def _medians(owner: np.ndarray, values: np.ndarray, clients: int) -> np.ndarray:
 
 
 def _distances(owner: np.ndarray, values: np.ndarray, clients: int) -> np.ndarray:
-    """Return the median distance from the median of each client, or the mean distance where that is 0."""
-    away = np.abs(values - _medians(owner, values, clients)[owner])
-    middle = _medians(owner, away, clients)
-    return np.where(middle > 0, middle, _moments(owner, away, clients)[1])
+    """Return the median distance from the median of each client; infinity where most values are equal."""
+    middle = _medians(owner, np.abs(values - _medians(owner, values, clients)[owner]), clients)
+    return np.where(middle > 0, middle, np.inf)

@@ -218,7 +218,7 @@ def _sums(
     there = ~np.isnan(values) & ~np.isnan(target)
     x, who, y = values[there], owner[there], target[there]
     found: dict[str, Any] = {}
-    if whole:
+    if whole and not np.isnan(values).all():
         every, by = values[~np.isnan(values)], owner[~np.isnan(values)]
         first = np.unique(by, return_index=True)[1]
         low, high = np.full(by.max() + 1, np.inf), np.full(by.max() + 1, -np.inf)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import polars
 
 ENOUGH = 0.95  # share of the values that a format must read; the others are taken for missing
-BOUNDS = "bounds"  # counted beside the formats: where most values are bounds, they are levels ("<50", ">=50")
+BOUNDS = "bounds"  # counted beside the formats: where all values are bounds, they are levels ("<50", ">=50")
 FEWEST = 20  # below this number of values a format must read them all
 _SAMPLE = 200  # different values that decide which formats are tried on all
 _TIME = r"(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d{1,9})?))?\s*([AaPp][Mm])?\s*(?:Z|UTC|([+-]\d{2}):?(\d{2}))?"
@@ -223,6 +223,6 @@ def choose(counts: Mapping[str, int], total: int) -> tuple[str, bool] | None:
     best = max(known, key=lambda name: known[name])
     if known[best] < (ENOUGH * total if total >= FEWEST else total):
         return None
-    if best in _NUMBERS and 2 * counts.get(BOUNDS, 0) > total:
+    if best in _NUMBERS and counts.get(BOUNDS, 0) > ENOUGH * total:
         return None
     return best, known.get(_TWINS.get(best, "")) == known[best]

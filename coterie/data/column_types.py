@@ -168,6 +168,8 @@ def labels(column: polars.Series) -> polars.Series:
     """Return values as text; whole floats as whole numbers, so that 1.0 and 1 are one level."""
     import polars as pl
 
+    if column.dtype == pl.Duration:
+        column = column.to_physical()
     if not column.dtype.is_float():
         return column.cast(pl.String)
     whole = (column == column.floor()) & (column.abs() < _EXACT)

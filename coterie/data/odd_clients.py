@@ -20,11 +20,12 @@ from coterie.data.table_spec import TableSpec
 LIMIT = 10.0  # standard deviations; a value of a client with outliers that is further away becomes the mean
 FEWEST_CLIENTS = 4
 FEWEST_ROWS = 4  # of a client that can be odd
-_FACTOR = math.log10(20)  # times the usual spread, or as little
+_FACTOR = 1.0  # power of ten: times the usual spread, or as little
+_PROPORTION = math.log10(5)  # where mean and spread are larger alike, this is enough
 _ALIKE = math.log10(5)  # most clients have a spread within this factor of the median
 _MOST = 0.25  # share of the clients that can be odd; where more are, clients are just different
 _SHIFT = 20.0  # spreads between a client's mean and the usual one
-_OPPOSITE = 4.0  # standard errors below zero of a client's association with the target
+_OPPOSITE = 2.5  # standard errors below zero of a client's association with the target
 _SIGNAL = 0.05  # squares of the usual correlations with the target, at least
 
 
@@ -58,7 +59,9 @@ class OddClient:
 
     def scaled(self, mean: float, sd: float) -> tuple[float, float]:
         """Return mean and standard deviation for this client, given the usual ones."""
-        if self.kind != "units":
+        if self.kind == "reversed":
+            return -mean if abs(self.mean + mean) < abs(self.mean - mean) else mean, -sd
+        if self.kind == "outliers":
             return mean, sd
         return (mean * self.factor, sd * self.factor) if self.factor else (self.mean, self.sd)
 
@@ -75,7 +78,8 @@ class OddClient:
                 f"{where}: {self.count} value(s) are far from all others. Check them; in training they count as the "
                 "mean."
             )
-        times = f"about {self.factor:g} times" if self.factor else "on another scale than"
+        size = f"{self.factor:,.0f}" if self.factor >= 100 else f"{self.factor:.3g}"
+        times = f"about {size} times" if self.factor else "on another scale than"
         return (
             f"{where}: the numbers are {times} those of the other clients. Check the units. They are converted for "
             "training, and predictions are in the client's own units."
@@ -144,8 +148,14 @@ def find(statistics: Statistics, spec: TableSpec) -> OddClients:
     for k, column in enumerate(columns):
         if column != spec.target or spec.task == "regression":
             found += _other_units(names, column, sums[:, k]) or _outliers(names, column, sums[:, k])
-    if spec.task in ("regression", "binary"):
-        found += [OddClient(name, spec.target, "reversed") for name in _reversed(names, sums)]
+    groups = np.array(statistics.by_client.groups)
+    for group in dict.fromkeys(groups.tolist()) if spec.task in ("regression", "binary") else ():
+        mine = np.flatnonzero(groups == group)
+        reversed_ones = _reversed([names[i] for i in mine.tolist()], sums[mine])
+        found += [
+            OddClient(name, spec.target, "reversed", mean=float(sums[names.index(name), -1, 1]))
+            for name in reversed_ones
+        ]
     return OddClients(found, columns, statistics)
 
 
@@ -160,13 +170,13 @@ def _other_units(names: Sequence[str], column: str, sums: np.ndarray) -> list[Od
     usual, centre = float(np.median(level[enough])), float(np.median(mean[enough]))
     ratio, sd = level - usual, 10**usual
     away = np.abs(mean - centre) / np.maximum(spread, sd)
-    larger = ratio >= _FACTOR
-    smaller = (ratio <= -_FACTOR) & (_in_proportion(mean, centre, ratio) | (count >= 2 * FEWEST_ROWS))
-    smaller &= (ratio <= -2) | _in_proportion(mean, centre, ratio)
+    alike = _in_proportion(mean, centre, ratio, sd)
+    larger = (ratio >= _FACTOR) | ((ratio >= _PROPORTION) & alike)
+    smaller = ((ratio <= -_PROPORTION) & alike) | ((ratio <= -2) & (count >= 2 * FEWEST_ROWS))
     odd = enough & (larger | smaller | (away >= _SHIFT))
-    alike = np.abs(ratio[enough]) <= _ALIKE
-    close = np.abs(mean[enough] - centre) <= _SHIFT / 4 * sd
-    if odd.sum() > max(1, _MOST * enough.sum()) or (alike & close).mean() < 1 - 1.5 * _MOST:
+    usual_ones = np.abs(ratio[enough]) <= _ALIKE
+    usual_ones &= np.abs(mean[enough] - centre) <= _SHIFT / 4 * sd
+    if odd.sum() > max(1, _MOST * enough.sum()) or usual_ones.mean() < 1 - 1.5 * _MOST:
         return []
     return [
         _unit(names[i], column, mean[i], spread[i], ratio[i], centre, sd)
@@ -174,21 +184,27 @@ def _other_units(names: Sequence[str], column: str, sums: np.ndarray) -> list[Od
     ]
 
 
-def _in_proportion(mean: np.ndarray, centre: float, ratio: np.ndarray) -> np.ndarray:
-    """Return True where the mean is as much smaller or larger as the spread is."""
+def _in_proportion(mean: np.ndarray, centre: float, ratio: np.ndarray, sd: float) -> np.ndarray:
+    """Return True where the mean is as much smaller or larger as the spread is; False if the usual mean is near 0."""
+    if abs(centre) < sd:
+        return np.zeros(len(mean), dtype=bool)
     with np.errstate(all="ignore"):
-        found: np.ndarray = np.abs(np.log10(np.abs(mean) / abs(centre)) - ratio) <= 0.5
+        found: np.ndarray = (mean / centre > 0) & (np.abs(np.log10(np.abs(mean / centre)) - ratio) <= 0.4)
     return found
 
 
 def _unit(
     name: str, column: str, mean: float, spread: float, ratio: float, centre: float, sd: float
 ) -> OddClient:
-    """Return a client in other units: by a power of ten if that fits its mean and spread."""
-    power = round(ratio)
-    factor = 10.0**power
-    fits = power != 0 and abs(ratio - power) <= 0.4 and abs(mean / factor - centre) <= 3 * sd
-    return OddClient(name, column, "units", factor if fits else 0.0, float(mean), float(spread))
+    """Return a client in other units: by a factor, a power of ten if possible, that fits its mean and spread."""
+    means_tell = bool(_in_proportion(np.array([mean]), centre, np.array([ratio]), sd)[0])
+    exact = math.log10(mean / centre) if means_tell else ratio
+    power = round(exact)
+    is_power = power != 0 and abs(exact - power) <= (0.15 if means_tell else 0.4)
+    factor = 10.0**power if is_power and abs(mean / 10.0**power - centre) <= 3 * sd else 0.0
+    return OddClient(
+        name, column, "units", factor or (mean / centre if means_tell else 0.0), float(mean), float(spread)
+    )
 
 
 def _outliers(names: Sequence[str], column: str, sums: np.ndarray) -> list[OddClient]:
@@ -205,12 +221,17 @@ def _outliers(names: Sequence[str], column: str, sums: np.ndarray) -> list[OddCl
 
 
 def _reversed(names: Sequence[str], sums: np.ndarray) -> list[str]:
-    """Return clients whose columns go with the target the other way round than at the others, which agree."""
+    """Return clients whose columns go with the target the other way round than at the others, which agree.
+
+    A client's correlations with the target are projected on the usual ones, the median over clients: about 1 for a
+    client like the others, -1 for one with reversed labels. With R² explained by the columns, n rows give it an error
+    of sqrt((1 - R²) / (n R²)).
+    """
     with np.errstate(all="ignore"):
         correlation = sums[:, :-1, 6] / np.sqrt(sums[:, :-1, 5] * sums[:, -1:, 2])
-    rows, varies = sums[:, -1, 0], sums[:, -1, 2] > 0
-    correlation = np.nan_to_num(correlation, nan=0.0, posinf=0.0, neginf=0.0)
-    judged = varies & (rows >= 2 * FEWEST_ROWS)
+    correlation = np.nan_to_num(correlation, nan=0.0, posinf=0.0, neginf=0.0).clip(-1, 1)
+    rows = sums[:, -1, 0]
+    judged = (sums[:, -1, 2] > 0) & (rows > FEWEST_ROWS)
     if judged.sum() < FEWEST_CLIENTS or not correlation.shape[1]:
         return []
     usual = np.median(correlation[judged], 0)
@@ -218,8 +239,8 @@ def _reversed(names: Sequence[str], sums: np.ndarray) -> list[str]:
     if signal < _SIGNAL:
         return []
     along = correlation @ usual / signal
-    error = 1 / np.sqrt(np.maximum(rows, 1) * signal)
-    odd = judged & (along <= -0.5) & (along <= -_OPPOSITE * error)
+    error = np.sqrt((1 - min(signal, 0.9)) / (np.maximum(rows, 1) * signal))
+    odd = judged & (along <= -0.4) & (along <= -_OPPOSITE * error)
     agree = (along[judged & ~odd] > 0).mean() if (judged & ~odd).any() else 0.0
     if odd.sum() > max(1, _MOST * judged.sum()) or agree < 1 - _MOST / 2:
         return []

@@ -110,7 +110,7 @@ def client_units(
             units = replace(units, reversed_classes=True)
         elif one.column == target.name:
             mean, sd = units.target or (target.mean, target.sd or 1.0)
-            units = replace(units, target=(mean, -sd) if one.kind == "reversed" else one.scaled(mean, sd))
+            units = replace(units, target=one.scaled(mean, sd))
         elif one.column in scales and scales[one.column].sd:
             usual = scales[one.column]
             mean, sd = one.scaled(usual.mean, usual.sd)

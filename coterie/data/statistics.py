@@ -153,11 +153,14 @@ def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
     numbers = {name: columns.numbers(frame, name, format=spec.formats.get(name, "")) for name in spec.numeric}
     owner = columns.labels(frame[spec.client])
     target = target_values(frame, spec)
+    group = None
+    if spec.cluster is not None and spec.cluster in frame.columns:
+        group = columns.labels(frame[spec.cluster])
     return Statistics(
         {name: Moments.of(values) for name, values in numbers.items()},
         {name: Levels.of(frame[name], owner) for name in spec.categories},
         Moments.of(target) if spec.task == "regression" else Moments(),
-        ClientSums.of(owner, [*numbers.values(), target]),
+        ClientSums.of(owner, [*numbers.values(), target], group),
     )
 
 

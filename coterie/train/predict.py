@@ -147,8 +147,8 @@ class Predictor:
         left_out = self.preprocessor.spec.left_out
         keys = [name for name, kind in left_out.items() if kind == "identifier" and name in frame.columns]
         columns: dict[str, Any] = {"row": range(1, frame.height + 1)}
-        columns |= {name: frame[name] for name in keys if name not in {*taken, own}}
-        columns |= {own: frame[self.client_column], **outputs}
+        columns |= {name: _plain(frame[name]) for name in keys if name not in {*taken, own}}
+        columns |= {own: _plain(frame[self.client_column]), **outputs}
         warning = [None if row < len(place) else UNKNOWN for row in rows.tolist()]
         return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
 
@@ -187,6 +187,11 @@ def fitted_to(model: Model, preprocessor: Preprocessor) -> Model:
     classes = len(preprocessor.spec.classes)
     x = torch.zeros(max(2, classes), len(preprocessor.feature_names))
     return model.fit_to(x, torch.arange(classes) if classes else torch.zeros(len(x)))
+
+
+def _plain(column: polars.Series) -> polars.Series:
+    """Return a column that every format of predictions can hold: dates and durations as text."""
+    return labels(column) if column.dtype.is_temporal() else column
 
 
 def _name(table: Any) -> str:
