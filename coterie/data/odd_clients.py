@@ -174,6 +174,8 @@ def _other_units(names: Sequence[str], column: str, sums: np.ndarray) -> list[Od
     larger = (ratio >= _FACTOR) | ((ratio >= _PROPORTION) & alike)
     smaller = ((ratio <= -_PROPORTION) & alike) | ((ratio <= -2) & (count >= 2 * FEWEST_ROWS))
     odd = enough & (larger | smaller | (away >= _SHIFT))
+    if (sums[enough, 3] > 0).mean() > _MOST:  # heavy tails, of which a few rows say little
+        odd &= np.abs(ratio) >= 2 * _FACTOR
     usual_ones = np.abs(ratio[enough]) <= _ALIKE
     usual_ones &= np.abs(mean[enough] - centre) <= _SHIFT / 4 * sd
     if odd.sum() > max(1, _MOST * enough.sum()) or usual_ones.mean() < 1 - 1.5 * _MOST:
