@@ -31,6 +31,12 @@ TaskOption = Annotated[
 DropOption = Annotated[
     list[str] | None, typer.Option(metavar="COLUMN", help="column to ignore (may be repeated)")
 ]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN", help="column to use although it looks like an identifier (may be repeated)"
+    ),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="also write the result to this file")
 ]

@@ -17,6 +17,7 @@ from coterie.cli.arguments import (
     ClusterOption,
     DropOption,
     JsonOption,
+    KeepOption,
     L2Option,
     RoundsOption,
     SeedOption,
@@ -71,6 +72,7 @@ def init(
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="host name or address of the server (may be repeated)"),
@@ -82,7 +84,7 @@ def init(
     for text in node:
         name, _, clients = text.partition("=")
         nodes[name] = [part for part in clients.split(",") if part]
-    roles = Roles(client, target, cluster, task, tuple(drop or ()))
+    roles = Roles(client, target, cluster, task, tuple(drop or ()), tuple(keep or ()))
     made = federation_folder.init(folder, nodes, roles, host or (), port)
     console.show(f"{made.path}: {len(made.nodes)} nodes. {made.path / 'README.md'} says what to copy where.")
 

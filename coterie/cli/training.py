@@ -19,6 +19,7 @@ from coterie.cli.arguments import (
     ClusterOption,
     DropOption,
     JsonOption,
+    KeepOption,
     L2Option,
     MetricOption,
     RoundsOption,
@@ -64,6 +65,7 @@ def compare(
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     json: JsonOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="folder for models, metrics and per-client results")
@@ -80,6 +82,7 @@ def compare(
             cluster=cluster,
             task=task,
             drop=drop or (),
+            keep=keep or (),
             algorithms=list(dict.fromkeys(names)),
             seeds=seeds,
             rounds=rounds,
@@ -110,6 +113,7 @@ def fit(
     rounds: RoundsOption = 100,
     seed: SeedOption = 0,
     drop: DropOption = None,
+    keep: KeepOption = None,
     dropout: Annotated[
         float, typer.Option(metavar="SHARE", help="share of clients away in each call (simulation)")
     ] = 0.0,
@@ -146,6 +150,7 @@ def fit(
         cluster=cluster,
         task=task,
         drop=drop or (),
+        keep=keep or (),
         seed=seed,
         dropout=dropout,
         l2=l2,
@@ -274,6 +279,7 @@ def tune(
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
@@ -291,6 +297,7 @@ def tune(
         "cluster": cluster,
         "task": task,
         "drop": tuple(drop or ()),
+        "keep": tuple(keep or ()),
         "seed": seed,
     }
     with console.progress() as watch:

@@ -78,7 +78,7 @@ class FederationFolder:
         """Which columns of the nodes' tables are used, and how."""
         data = self.config["data"]
         return Roles.from_json(
-            {name: data.get(name) for name in ("client", "target", "cluster", "task", "drop")}
+            {name: data.get(name) for name in ("client", "target", "cluster", "task", "drop", "keep")}
         )
 
     @property

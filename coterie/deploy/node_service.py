@@ -25,7 +25,7 @@ from coterie.data import bundled, federated, tables
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
-from coterie.data.tables import TableSpec
+from coterie.data.table_spec import TableSpec
 from coterie.deploy import messages, wire
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.engine.build import make_runtime
@@ -270,15 +270,13 @@ class OpenRun:
                 "preprocessor": self.preprocessor.to_json(),
             },
         )
-        files.write_toml(
-            target / "config.toml",
-            {
-                "coterie": coterie.__version__,
-                "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
-                "plan": {"federated": True},
-                "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
-            },
-        )
+        config = {
+            "coterie": coterie.__version__,
+            "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
+            "plan": {"federated": True},
+            "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
+        }
+        files.seal(target, "config.toml", files.as_toml(config))
         self.state_files.clear()
         for old in (self.folder / "models").glob("*.safetensors"):
             old.unlink(missing_ok=True)

@@ -10,8 +10,9 @@ import torch
 
 from coterie import models
 from coterie.data import bundled, tables
-from coterie.data.preprocess import Preprocessor, Statistics, local_statistics
+from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
+from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
 from coterie.engine.build import Parts, encode_clusters, from_rows
 from coterie.models.base import Model
@@ -27,6 +28,7 @@ def from_table(
     model: Model | None = None,
     task: str | None = None,
     drop: Sequence[str] = (),
+    keep: Sequence[str] = (),
     split: Sequence[float] = SPLIT,
     seed: int = 0,
     device: str | None = None,
@@ -53,6 +55,8 @@ def from_table(
         "regression" or "classification"; by default inferred from the target.
     drop
         Names of columns to leave out.
+    keep
+        Names of columns to use although they look like identifiers, free text or copies of client or target.
     split
         Shares of train, validation and test.
     seed
@@ -73,7 +77,7 @@ def from_table(
     source = bundled.resolve(source)
     frame = tables.read(source)
     name = str(source) if isinstance(source, str | Path) else "the table"
-    spec = tables.check(frame, client, target, cluster=cluster, drop=drop, task=task, source=name)
+    spec = tables.check(frame, client, target, cluster=cluster, drop=drop, keep=keep, task=task, source=name)
     frame, names, counts = tables.by_client(frame, client)
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
@@ -91,6 +95,7 @@ def from_table(
         "cluster": cluster,
         "task": task,
         "drop": list(drop),
+        **({"keep": list(keep)} if keep else {}),
         "split": list(fractions),
     }
     return from_rows(
@@ -112,7 +117,9 @@ def from_table(
 
 def encoded(spec: tables.TableSpec, statistics: Statistics, model: Model) -> tuple[Preprocessor, Model]:
     """Return the encoding that a model takes, and the model with what the encoding says of categories."""
-    preprocessor = Preprocessor.from_statistics(spec, statistics, model.encoding, model.target_in_units)
+    preprocessor = Preprocessor.from_statistics(
+        spec, statistics, encoding=model.encoding, target_in_units=model.target_in_units
+    )
     return preprocessor, model.with_levels(preprocessor.levels)
 
 

@@ -226,7 +226,7 @@ def _comparison(path: Path) -> list[RunFacts]:
     """Read the runs of a comparison: those of its first seed, with scores averaged over all its seeds."""
     import polars as pl
 
-    scores = pl.read_parquet(path / "clients.parquet")
+    scores = files.read_parquet(path / "clients.parquet")
     metric = scores.columns[-1]
     if lookup(metric) is None:
         raise RunError(
@@ -255,15 +255,13 @@ def _run(path: Path) -> RunFacts:
 
 
 def _read(folder: RunFolder) -> RunFacts:
-    import polars as pl
-
     path = folder.path
     if "adapt" in folder.config:
         raise RunError(f"{path} holds adapted models only. Report {folder.config['adapt']['run']}")
     if not folder.finished():
         raise RunError(f"{path} is not finished. Finish it with `coterie resume {path}`, then report it.")
     config = folder.config
-    metrics = pl.read_parquet(path / "metrics.parquet")
+    metrics = files.read_parquet(path / "metrics.parquet")
     recorded, asked = set(metrics["metric"]), config["plan"].get("metric", "")
     mains = (main_metric(task).name for task in TASKS)
     main = next((name for name in mains if name in recorded), "accuracy")
@@ -279,7 +277,7 @@ def _read(folder: RunFolder) -> RunFacts:
         names=names,
         roster=roster,
         metrics=metrics,
-        ledger=pl.read_parquet(path / "ledger.parquet"),
+        ledger=files.read_parquet(path / "ledger.parquet"),
         metric=metric,
         split="",
         scores=np.empty(0),

@@ -330,7 +330,13 @@ def description_tables(description: dict[str, Any], most: int = 30) -> list[str 
         f"target {description['target']}: {description['task']}"
     )
     columns = [
-        (column["column"], column["kind"], _percent(column["missing_percent"] / 100), _values(column))
+        (
+            column["column"],
+            column["read_as"],
+            "yes" if column["used"] else "no",
+            _percent(column["missing_percent"] / 100),
+            _values(column),
+        )
         for column in description["columns"]
     ]
     clients = [
@@ -339,7 +345,11 @@ def description_tables(description: dict[str, Any], most: int = 30) -> list[str 
     ]
     return [
         summary,
-        _text_table(_some("Columns", columns, most), ("column", "kind", "missing", "values"), columns[:most]),
+        _text_table(
+            _some("Columns", columns, most),
+            ("column", "read as", "used", "missing", "values"),
+            columns[:most],
+        ),
         _text_table(_some("Clients", clients, most), ("client", "rows", "missing", "target"), clients[:most]),
     ]
 
@@ -351,10 +361,14 @@ def _some(title: str, rows: Sequence[Any], most: int) -> str:
 
 def _values(column: dict[str, Any], most: int = 5) -> str:
     """Describe the values of a column: mean and standard deviation, or its levels."""
+    if not column["used"]:
+        return str(column["why"])
     if column["kind"] == "numeric":
-        return f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
-    levels = column["levels"]
-    return f"{len(levels)} levels: {', '.join(levels[:most])}" + (", …" if len(levels) > most else "")
+        text = f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
+    else:
+        levels = column["levels"]
+        text = f"{len(levels)} levels: {', '.join(levels[:most])}" + (", …" if len(levels) > most else "")
+    return f"{text}; {column['why']}" if column["why"] else text
 
 
 def _target(client: dict[str, Any], most: int = 4) -> str:
@@ -369,8 +383,10 @@ def _target(client: dict[str, Any], most: int = 4) -> str:
     return f"{text}, others: {_percent(rest)}" if len(shares) > most else text
 
 
-def _short(value: float) -> str:
+def _short(value: float | None) -> str:
     """Format a number with four significant digits, large ones without exponent."""
+    if value is None:
+        return "too large"
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e10 else f"{value:.4g}"
 
 

@@ -172,9 +172,9 @@ def save(choice: Choice, out: Path) -> None:
     plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
     folder = RunFolder.create(out, run.fed, run.algorithm, plan)
+    files.write_json(out / "choice.json", choice.json())
     save_run(folder, run)
     run.folder = folder.path
-    files.write_json(out / "choice.json", choice.json())
 
 
 def _advice(fed: Federation) -> Advice | None:

@@ -383,7 +383,7 @@ def _save(out: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
         files.write_with(partial / "clients.parquet", comparison.per_client().write_parquet)
         files.write_json(partial / "environment.json", environment(comparison.trials[0].run.fed))
         files.write_toml(partial / "config.toml", {"compare": settings})
-        files.write_json(partial / "compare.json", comparison.json())
+        files.seal(partial, "compare.json", files.as_json(comparison.json()))
         os.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -115,7 +115,7 @@ class Adapted:
         }
         files.write_json(place / "models" / "model.json", note)
         config = source.config | {"adapt": {"run": str(source.path.resolve()), "newcomers": self.names}}
-        files.write_toml(place / "config.toml", config)
+        files.seal(place, "config.toml", files.as_toml(config))
         return place
 
 

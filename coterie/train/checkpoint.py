@@ -116,8 +116,14 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     if not (folder / POINTER).exists():
         return None
     pointer = files.read_json(folder / POINTER)
-    path = folder / pointer["file"]
-    if not path.exists() or files.sha256(path) != pointer["sha256"]:
+    try:
+        path, expected = folder / pointer["file"], pointer["sha256"]
+    except (KeyError, TypeError) as problem:
+        raise RunError(
+            f"{folder / POINTER} is damaged ({problem}). Restore it from a copy, or delete {folder} to start this run "
+            "again from round 0."
+        ) from None
+    if not path.is_file() or files.sha256(path) != expected:
         raise RunError(
             f"{path} does not match the hash in {POINTER}: the checkpoint is damaged. Restore it from a copy, or "
             f"delete {folder} to start this run again from round 0."

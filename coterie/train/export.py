@@ -90,9 +90,10 @@ def _to_safetensors(one: ExportedModel, path: Path) -> None:
 def _to_csv(one: ExportedModel, path: Path) -> None:
     """Write a line per coefficient, for values as they are in the table: score = sum of the lines that apply.
 
-    `intercept` always applies, `number` times the value (the value in `if_missing` where it is missing), `missing` if
-    the value is missing, `level` if the value is that text. For classes the scores go through the link named in
-    `link` (logistic: of the second class; softmax: of all); for a quantity the score is the prediction.
+    `intercept` always applies, `number` times the value (the value in `if_missing` where it is missing or not between
+    `low` and `high`, if these are given), `missing` if the value is missing, `level` if the value is that text, `other`
+    if it is a text that no line of its column names. For classes the scores go through the link named in `link`
+    (logistic: of the second class; softmax: of all); for a quantity the score is the prediction.
     """
     rows = coefficients(one)
 
@@ -142,7 +143,13 @@ def coefficients(one: ExportedModel) -> list[dict[str, Any]]:
     rows = []
     for k, output in enumerate(outputs):
         lines, shift = _lines(one, weight[k], unit)
-        first = {"feature": "(intercept)", "column": "", "kind": "intercept", "level": "", "if_missing": ""}
+        first = {
+            "feature": "(intercept)",
+            "column": "",
+            "kind": "intercept",
+            "level": "",
+            "if_missing": "",
+        } | {"low": "", "high": ""}
         intercept = {
             **first,
             "coefficient": repr(float(bias[k]) + shift),
@@ -171,6 +178,8 @@ def _lines(one: ExportedModel, weight: Tensor, unit: float) -> tuple[list[dict[s
             "kind": kind,
             "level": level,
             "if_missing": "" if mean is None else repr(mean),
+            "low": "",
+            "high": "",
             "coefficient": repr(value / sd),
             "standardized": repr(value),
         }
@@ -182,7 +191,11 @@ def _lines(one: ExportedModel, weight: Tensor, unit: float) -> tuple[list[dict[s
     for scale in one.preprocessor.scales:
         if scale.sd:
             at = len(lines)
-            lines.append(line(names[at], scale.name, "number", at, mean=scale.mean, sd=scale.sd))
+            found = line(names[at], scale.name, "number", at, mean=scale.mean, sd=scale.sd)
+            if scale.limit:
+                width = scale.limit * abs(scale.sd)
+                found |= {"low": repr(scale.mean - width), "high": repr(scale.mean + width)}
+            lines.append(found)
             shift -= float(weight[at]) * unit * scale.mean / scale.sd
         if scale.missing:
             lines.append(line(names[len(lines)], scale.name, "missing", len(lines)))
@@ -191,4 +204,6 @@ def _lines(one: ExportedModel, weight: Tensor, unit: float) -> tuple[list[dict[s
             lines.append(line(names[len(lines)], choice.name, "level", len(lines), level))
         if choice.missing:
             lines.append(line(names[len(lines)], choice.name, "missing", len(lines)))
+        if choice.other:
+            lines.append(line(names[len(lines)], choice.name, "other", len(lines)))
     return lines, shift

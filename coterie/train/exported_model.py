@@ -70,7 +70,7 @@ class ExportedModel:
             note = files.read_json(path / "model.json")
             tensors, _ = files.read_tensors(path / "models.safetensors", note["sha256"])
             clients, stored, custom = note["clients"], note["preprocessor"], note["model"]["model"] == CUSTOM
-            preprocessor = None if stored is None else Preprocessor.from_json(stored)
+            preprocessor = None if stored is None else Preprocessor.from_json(stored).for_client(client)
             model = from_description(note["model"]) if model is None and not custom else model
         if client is not None and client not in clients:
             raise SettingError(f"{folder}: no client {client!r}.{nearest(client, clients)}")

@@ -77,7 +77,7 @@ class RunFolder:
         if fed.texts is not None:
             config["texts"] = {**fed.texts, "model": json.dumps(description(fed.model))}
         files.write_json(path / "environment.json", environment(fed))
-        files.write_toml(path / "config.toml", config)
+        files.seal(path, "config.toml", files.as_toml(config))
         return folder
 
     @classmethod

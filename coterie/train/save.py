@@ -27,16 +27,14 @@ def save_run(folder: RunFolder, run: Run) -> None:
         return
     files.write_with(folder.path / "metrics.parquet", run.metrics.write_parquet)
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
-    files.write_json(
-        folder.path / RESULT,
-        {
-            "rounds": run.rounds,
-            "deployed_round": run.deployed_round,
-            "lost_rounds": run.lost_rounds,
-            "left_out": run.left_out,
-            "seconds": round(run.seconds, 3),
-        },
-    )
+    result = {
+        "rounds": run.rounds,
+        "deployed_round": run.deployed_round,
+        "lost_rounds": run.lost_rounds,
+        "left_out": run.left_out,
+        "seconds": round(run.seconds, 3),
+    }
+    files.seal(folder.path, RESULT, files.as_json(result))
 
 
 def save_models(folder: Path, run: Run) -> None:
