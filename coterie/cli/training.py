@@ -17,10 +17,12 @@ from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
+    DeviceOption,
     DropOption,
     JsonOption,
     L2Option,
     MetricOption,
+    ModelOption,
     RoundsOption,
     RunArgument,
     SeedOption,
@@ -62,6 +64,8 @@ def compare(
     rounds: RoundsOption = 100,
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     drop: DropOption = None,
     json: JsonOption = None,
     out: Annotated[
@@ -86,6 +90,8 @@ def compare(
             out=out,
             watch=watch,
             metric=metric,
+            model=model,
+            device=device,
         )
     console.notes(comparison.warnings)
     console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
@@ -116,6 +122,8 @@ def fit(
         str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' on validation rows")
     ] = "last",
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     checkpoint_every: Annotated[
         int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
     ] = 0,
@@ -126,7 +134,7 @@ def fit(
     l2: L2Option = None,
     state_memory: StateMemoryOption = None,
     track: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
+        str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="say which fast paths computed what")] = False,
     json: JsonOption = None,
@@ -146,6 +154,8 @@ def fit(
         seed=seed,
         dropout=dropout,
         l2=l2,
+        model=model,
+        device=device,
     )
     console.notes(fed.table.warnings)
     if budget_mb is not None and not isinstance(method, str):
@@ -265,6 +275,8 @@ def tune(
         ),
     ] = None,
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
@@ -286,6 +298,8 @@ def tune(
         "task": task,
         "drop": tuple(drop or ()),
         "seed": seed,
+        "model": model,
+        "device": device,
     }
     with console.progress() as watch:
         found = search_table(
@@ -303,10 +317,11 @@ def tune(
     usual = make(algorithm).settings()
     changed = {name: value for name, value in found.algorithm.settings().items() if value != usual[name]}
     by = f"--metric {metric} " if metric else ""
+    kind = f"--model {model} " if model != "linear" else ""
     options = " ".join(f"--set {name}={value}" for name, value in changed.items())
     console.show(
         f"coterie fit {table} --client {client} --target {target} --algorithm {algorithm} "
-        f"{options} --rounds {rounds} --select best {by}--seed {seed} --out RUN"
+        f"{options} {kind}--rounds {rounds} --select best {by}--seed {seed} --out RUN"
     )
     write_json(json, found.json())
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from coterie import models
 from coterie.data import bundled, tables
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
 from coterie.data.table_source import TableSource
 from coterie.engine.build import Parts, encode_clusters, from_rows
 from coterie.models.base import Model
+from coterie.models.table_models import table_model
 
 SPLIT = (0.6, 0.2, 0.2)
 
@@ -24,7 +24,7 @@ def from_table(
     client: str,
     target: str,
     cluster: str | None = None,
-    model: Model | None = None,
+    model: Model | str | None = None,
     task: str | None = None,
     drop: Sequence[str] = (),
     split: Sequence[float] = SPLIT,
@@ -48,7 +48,8 @@ def from_table(
     cluster
         Name of the cluster column, if clusters are known.
     model
-        The model to train; by default linear, logistic or softmax regression, by the kind of target.
+        The model to train, or its name ("linear", "mlp"); by default linear, logistic or softmax regression, by the
+        kind of target.
     task
         "regression" or "classification"; by default inferred from the target.
     drop
@@ -58,7 +59,7 @@ def from_table(
     seed
         Seed of every draw.
     device
-        Where to compute, by default the CPU.
+        Where to compute, by default the CPU; "auto" is the GPU if there is one.
     loop
         Compute clients one by one instead of stacked.
     l2
@@ -96,7 +97,7 @@ def from_table(
         preprocessor.encode(frame),
         preprocessor.encode_target(frame),
         sizes,
-        model=default_model(spec.task, l2) if model is None else model,
+        model=_model(model, spec.task, l2),
         names=names,
         clusters=clusters,
         cluster_names=cluster_names,
@@ -109,7 +110,13 @@ def from_table(
     )
 
 
+
 def default_model(task: str, l2: float | None = None) -> Model:
-    """Return the model for a table: linear in the features, with an intercept and slight ridge unless `l2` is given."""
-    make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
-    return make(l2=1e-3, intercept=True) if l2 is None else make(l2=l2)
+    """Return the model for a table where none is named: linear in the features."""
+    return table_model("linear", task, l2)
+
+
+def _model(model: Model | str | None, task: str, l2: float | None) -> Model:
+    if model is None:
+        return default_model(task, l2)
+    return table_model(model, task, l2) if isinstance(model, str) else model
