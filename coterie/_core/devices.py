@@ -40,7 +40,9 @@ def find_device(device: torch.device | str | None) -> torch.device:
         raise SettingError(f"device {device!r} is unknown: give 'cpu', 'cuda', 'cuda:1' or 'auto'") from None
     if found.type == "cuda" and not torch.cuda.is_available():
         why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU"
-        raise SettingError(f"device {str(device)!r}: {why}. Use 'cpu', or 'auto' for a GPU where there is one.")
+        raise SettingError(
+            f"device {str(device)!r}: {why}. Use 'cpu', or 'auto' for a GPU where there is one."
+        )
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise SettingError(f"device {str(device)!r}: there are only {torch.cuda.device_count()} GPUs here")
     return found

@@ -63,7 +63,8 @@ ModelOption = Annotated[
     str, typer.Option("--model", metavar="NAME", help=f"what every client trains: {', '.join(TABLE_MODELS)}")
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="NAME", help="where to compute: cpu, cuda, or auto for a GPU if any")
+    str,
+    typer.Option("--device", metavar="NAME", help="where to compute: cpu, cuda, or auto for a GPU if any"),
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 

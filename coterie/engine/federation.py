@@ -462,7 +462,9 @@ class Federation:
 
     def __repr__(self) -> str:
         train = int(self.rows["train"].sum())
-        return f"Federation({self.n} clients, {train} training rows, {type(self.model).__name__}, d = {self.d})"
+        return (
+            f"Federation({self.n} clients, {train} training rows, {type(self.model).__name__}, d = {self.d})"
+        )
 
     def _repr_html_(self) -> str:
         """Return the clients and their rows as HTML, for notebooks."""

@@ -110,7 +110,6 @@ def from_table(
     )
 
 
-
 def default_model(task: str, l2: float | None = None) -> Model:
     """Return the model for a table where none is named: linear in the features."""
     return table_model("linear", task, l2)

@@ -14,7 +14,9 @@ from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
 
 WORSE = 10.0  # times the loss before training
-USUAL = 2.0  # a mean loss below this is not looked at again: standardised targets start at 0.5, C classes at ln C
+USUAL = (
+    2.0  # a mean loss below this is not looked at again: standardised targets start at 0.5, C classes at ln C
+)
 TOLERATED = 0.5  # share of the clients that may diverge without ending the run
 
 
@@ -102,7 +104,8 @@ def _remedy(fed: Federation, algorithm: Algorithm) -> str:
     if not large:
         return usual
     advice = ", ".join(
-        f"{name} = {settings[name]:g} is too large, at most {step:.2g} is allowed" for name, step in large.items()
+        f"{name} = {settings[name]:g} is too large, at most {step:.2g} is allowed"
+        for name, step in large.items()
     )
     options = " ".join(f"--set {name}={step:.2g}" for name, step in large.items())
     return f"The curvature of the losses is up to {curvature:.3g}: {advice}. Try {options}"
