@@ -123,10 +123,8 @@ def tiles(main: RunFacts, alone: RunFacts | None, scores: Scores, shown: Quality
     held = "" if rows is None else f"{int(rows.sum()):,} {main.split} rows"
     found = [Tile("Clients", f"{len(main.names):,}", held)]
     if len(known):
-        note = f"mean over clients, {find(main.metric).direction}"
-        found.append(
-            Tile(f"{main.split} {main.metric}".capitalize(), show(main.metric, float(known.mean())), note)
-        )
+        title, note = find(main.metric).title, f"mean over clients, {main.split} rows"
+        found.append(Tile(title[:1].upper() + title[1:], show(main.metric, float(known.mean())), note))
     one = shown.held
     if one is not None and one.task == "binary":
         area, low, high = quality.auc(one.output[:, 1], one.target == 1)

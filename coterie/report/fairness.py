@@ -51,7 +51,7 @@ def headers(held: HeldOut, what: str) -> list[str]:
         return [*first, "typical error (RMSE)", "95 % interval", "mean error", "R²"]
     if held.task == "multiclass":
         return [*first, "right answers", "95 % interval", "mean probability of the right class"]
-    share = [f"really “{held.positive}”", f"mean predicted “{held.positive}”"]
+    share = [f"really {held.positive}", f"mean predicted {held.positive}"]
     return [*first, "right answers", "95 % interval", "AUC", "sensitivity", "specificity", *share]
 
 

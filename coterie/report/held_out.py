@@ -65,8 +65,9 @@ class HeldOut:
 
     @property
     def positive(self) -> str:
-        """Name of the class that probabilities of two classes are about."""
-        return self.classes[1]
+        """What probabilities of two classes are about, such as “sick = 1”."""
+        target = self.run.data.get("target")
+        return f"“{target} = {self.classes[1]}”" if target else f"“{self.classes[1]}”"
 
     @functools.cached_property
     def right(self) -> np.ndarray:
@@ -140,7 +141,7 @@ class HeldOut:
         groups = list(found.items())
         if len(pooled) >= FEWEST:
             groups.append((f"others (values in fewer than {FEWEST} rows)", pooled))
-        return [(text, np.array(rows)) for text, rows in groups]
+        return [(f"{column} {text}", np.array(rows)) for text, rows in groups if rows]
 
     def _column(self, column: str) -> Any:
         """Return a column of the table for these rows, after a check that it is the table of the run."""
@@ -180,7 +181,7 @@ def _cut(values: Any) -> tuple[list[str], list[str]]:
 
 def _levels(values: Any) -> tuple[list[str], list[str]]:
     """Return every value as text, and all of these from the most frequent to the rarest."""
-    texts = labels(values).fill_null("missing").to_list()
+    texts = [f"= {text}" for text in labels(values).fill_null("missing").to_list()]
     return texts, [text for text, _ in Counter(texts).most_common()]
 
 

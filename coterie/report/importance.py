@@ -13,7 +13,7 @@ from coterie.report.numbers import digits
 from coterie.report.panels import Panel, axis, numbers, plain
 from coterie.train.export import coefficients
 from coterie.train.exported_model import ExportedModel
-from coterie.train.uncertainty import load_errors
+from coterie.train.uncertainty import contrasts, load_errors
 
 SHOWN = 20  # coefficients in the chart
 PER_CLIENT = 6  # coefficients on a client's page
@@ -95,10 +95,10 @@ class Coefficients:
         return Panel(
             "coefficients",
             "Coefficients of the common model",
-            f"By how much the prediction changes ({units}) when a number rises by one standard deviation, or when the "
-            "category applies, everything else unchanged. The intervals take the model as right and rows as "
-            "independent; they say nothing about cause and effect. Light bars show how far the clients' own models "
-            "differ.",
+            f"By how much the prediction changes ({units}) when a number rises by one standard deviation, or for a "
+            "category compared with the mean of its column, everything else unchanged. The intervals take the model "
+            "as right and rows as independent; they say nothing about cause and effect. Light bars show how far the "
+            "clients' own models differ.",
             traces,
             {
                 "xaxis": axis(f"coefficient ({units})", zeroline=True),
@@ -153,13 +153,14 @@ def read_coefficients(run: RunFacts) -> Coefficients | None:
     unit = 1.0
     if one.preprocessor is not None and one.task == "regression":
         unit = one.preprocessor.target_scale
+    centred = contrasts(one).numpy()[at]
     unknown = torch.full((len(own), len(one.weights)), torch.nan, dtype=torch.float64)
     return Coefficients(
         {"regression": "identity", "binary": "logistic", "multiclass": "softmax"}[one.task],
         names,
-        unit * one.weights.double().numpy()[at],
+        unit * centred @ one.weights.double().numpy(),
         unit * errors["common"].double().numpy()[at],
         run.names,
-        unit * own[:, at],
+        unit * own @ centred.T,
         unit * errors.get("personal", unknown).double().numpy()[:, at],
     )

@@ -168,17 +168,16 @@ def panels(held: Sequence[HeldOut], threshold: float) -> list[Panel]:
 
 
 def summary_table(held: Sequence[HeldOut]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: every metric over all held-out rows, by run."""
-    shown = held[0].metrics()
-    rows = []
-    for one in held:
-        cells = [_cell(one, name) for name in shown]
-        rows.append([one.run.label, f"{len(one):,}", *cells])
-    titles = [
-        f"{find(name).title} ({'higher' if find(name).higher_is_better else 'lower'} is better)"
-        for name in shown
+    """Return headers and rows: every metric over all held-out rows, a column per run."""
+    rows = [
+        [_capital(find(name).title), find(name).direction, *(_cell(one, name) for one in held)]
+        for name in held[0].metrics()
     ]
-    return ["method", f"{held[0].split} rows", *titles], rows
+    return ["", "", *(one.run.label for one in held)], rows
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _cell(held: HeldOut, name: str) -> str:
@@ -237,7 +236,7 @@ def _roc_panel(held: Sequence[HeldOut], threshold: float) -> Panel:
     return Panel(
         "roc",
         "ROC curve: cases found against false alarms",
-        f"Every point is a threshold on the probability of “{held[0].positive}”. The nearer to the upper left corner, "
+        f"Every point is a threshold on the probability of {held[0].positive}. The nearer to the upper left corner, "
         "the better; the dotted line is guessing. AUC is the chance that a row of the class gets a higher probability "
         "than one that is not. Rows of all clients together, each scored by its own client's model.",
         traces,
@@ -289,7 +288,7 @@ def _calibration_panel(held: Sequence[HeldOut]) -> Panel:
                 [f"{100 * a:.1f} %", f"{100 * b:.1f} %", f"{100 * c:.1f} % to {100 * d:.1f} %", f"{n:.0f}"]
                 for a, b, c, d, n in ends
             ]
-    what = f"“{held[0].positive}”" if held[0].task == "binary" else "the most likely class"
+    what = f"{held[0].positive}" if held[0].task == "binary" else "the most likely class"
     return Panel(
         "calibration",
         "Calibration: can the probabilities be trusted?",
@@ -335,7 +334,7 @@ def _thresholds_panel(held: HeldOut, threshold: float) -> Panel:
     return Panel(
         "thresholds",
         "Where to draw the line",
-        f"A row is called “{held.positive}” if its probability is at least the threshold. A lower threshold finds more "
+        f"A row is called {held.positive} if its probability is at least the threshold. A lower threshold finds more "
         f"cases and raises more false alarms. The dashed line is the chosen threshold, {threshold:g}; another one is "
         "chosen with --threshold.",
         traces,
@@ -458,7 +457,7 @@ def threshold_sentence(held: HeldOut, threshold: float) -> str:
     if not at["positives"] or not at["negatives"]:
         return "The held-out rows hold one class only, so nothing can be said about the other."
     return (
-        f"At a threshold of {threshold:g} on the probability of “{held.positive}”, the models find "
+        f"At a threshold of {threshold:g} on the probability of {held.positive}, the models find "
         f"{share('sensitivity', 'positives')} of {count(int(at['positives']), 'case')} (sensitivity) and leave "
         f"{share('specificity', 'negatives')} of {count(int(at['negatives']), 'other row')} alone (specificity)."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -100,12 +101,24 @@ def _remedy(fed: Federation, algorithm: Algorithm) -> str:
     except CoterieError:
         return usual
     settings = algorithm.settings()
-    large = {name: step for name, step in allowed.items() if (settings.get(name) or 0.0) > step}
+    large = {
+        name: _rounded_down(step) for name, step in allowed.items() if (settings.get(name) or 0.0) > step
+    }
     if not large:
         return usual
     advice = ", ".join(
-        f"{name} = {settings[name]:g} is too large, at most {step:.2g} is allowed"
+        f"{name} = {settings[name]:g} is too large, at most {step:g} is allowed"
         for name, step in large.items()
     )
-    options = " ".join(f"--set {name}={step:.2g}" for name, step in large.items())
+    options = " ".join(f"--set {name}={step:g}" for name, step in large.items())
     return f"The curvature of the losses is up to {curvature:.3g}: {advice}. Try {options}"
+
+
+def _rounded_down(step: float) -> float:
+    """Return a step size with two significant digits that is not larger.
+
+    >>> _rounded_down(0.6666)
+    0.66
+    """
+    digits = 1 - math.floor(math.log10(step))
+    return round(math.floor(step * 10.0**digits) / 10.0**digits, max(0, digits))

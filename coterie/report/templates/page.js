@@ -220,8 +220,8 @@
     if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, themed(item, known)]));
     return value;
   };
-  const layoutOf = (panel, known, width) => {
-    const narrow = width < 520;
+  const layoutOf = (panel, known, place) => {
+    const narrow = place.clientWidth < 520;
     const layout = themed(panel.layout, known);
     for (const side of ["xaxis", "yaxis"]) {
       layout[side] = Object.assign({ gridcolor: known.$grid, linecolor: known.$line, zerolinecolor: known.$muted }, layout[side]);
@@ -229,7 +229,7 @@
     return Object.assign({
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: known.$text, family: "system-ui, sans-serif", size: narrow ? 11 : 13 },
-      margin: { l: 50, r: 15, t: 15, b: 45 }, height: panel.height, autosize: true,
+      margin: { l: 50, r: 15, t: 15, b: 45 }, height: place.clientHeight, autosize: true,
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       hoverlabel: { bgcolor: known.$background, bordercolor: known.$muted, font: { color: known.$text } },
       dragmode: narrow ? false : "zoom",
@@ -248,7 +248,9 @@
     const known = tokens();
     const panel = data.panels[place.dataset.panel];
     drawn.add(place);
-    return Plotly.react(place, themed(panel.data, known), layoutOf(panel, known, place.clientWidth), config)
+    const height = Math.round(panel.height * (root.classList.contains("paper") ? 0.78 : 1));
+    place.style.height = height + "px";
+    return Plotly.react(place, themed(panel.data, known), layoutOf(panel, known, place), config)
       .then(() => place.setAttribute("data-drawn", root.dataset.theme));
   };
   const charts = [...document.querySelectorAll(".chart")];
