@@ -67,7 +67,7 @@ class Diverged(RunError):
     Examples
     --------
     >>> import torch, coterie
-    >>> xs, ys = [torch.ones(3, 1), torch.ones(2, 1)], [torch.zeros(3), torch.ones(2)]
+    >>> xs, ys = [torch.ones(3, 1), torch.ones(2, 1)], [torch.ones(3), torch.ones(2)]
     >>> fed = coterie.Federation.from_arrays(xs, ys, coterie.models.linear())
     >>> try:
     ...     coterie.fit(fed, coterie.algorithms.make("local", lr=30.0), rounds=3)

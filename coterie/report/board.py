@@ -10,7 +10,7 @@ import numpy as np
 
 from coterie._core.errors import RunError
 from coterie.models.metrics import find
-from coterie.report import fairness, quality
+from coterie.report import fairness, quality, quality_panels
 from coterie.report.facts import RunFacts
 from coterie.report.gains import Scores, mean_gain
 from coterie.report.held_out import HeldOut, held_out
@@ -82,7 +82,7 @@ class Quality:
             _sentences(held, threshold),
             headers,
             rows,
-            quality.panels(both, threshold),
+            quality_panels.panels(both, threshold),
             read_coefficients(main),
             [
                 Grouping(

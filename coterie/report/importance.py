@@ -10,7 +10,7 @@ import torch
 
 from coterie.report.facts import RunFacts
 from coterie.report.numbers import digits
-from coterie.report.panels import Panel, axis, numbers, plain
+from coterie.report.panels import Panel, Trace, axis, numbers, plain
 from coterie.train.export import coefficients
 from coterie.train.exported_model import ExportedModel
 from coterie.train.uncertainty import contrasts, load_errors
@@ -52,7 +52,7 @@ class Coefficients:
         top = np.argsort(-np.abs(self.value), kind="stable")[:SHOWN]
         names = plain([self.names[k] for k in top])
         low, high = self.own_value.min(0), self.own_value.max(0)
-        traces = [
+        traces: list[Trace] = [
             {
                 "type": "scatter",
                 "mode": "markers",
