@@ -243,7 +243,7 @@ def _scatter(held: HeldOut) -> Panel:
     return Panel(
         "scatter",
         "Predicted and real",
-        f"Every dot is a held-out row. {100 * quality.LEVEL:.0f} % of new rows are expected within {digits(overall)} of "
+        f"Every dot is a held-out row. {100 * quality.LEVEL:.0f} % of new rows are within {digits(overall)} of "
         "their prediction (split conformal prediction over these rows).",
         traces,
         {"xaxis": axis("predicted"), "yaxis": axis("really"), "hovermode": "closest"},
