@@ -28,6 +28,7 @@ ROW = (
     "algorithm mean sd worst q25 median q75 improved harmed gain_low gain_high rounds mb_up mb_down seconds"
 ).split()
 COMMANDS = (
+    "demo",
     "adapters",
     "advise",
     "compare",

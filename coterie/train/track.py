@@ -184,6 +184,7 @@ class WandB:
 
     def end(self, run: Run) -> None:
         """Log the final metrics, and close the run if it was started here."""
+        self.scored(run.fed, run.deployed_round, run.history)
         self._run.summary.update(numbers(run.fed, run.deployed_round, run.history))
         if self._own:
             self._run.finish()
