@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 .NOTPARALLEL:
 
 demo: .venv/.core
-	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/coterie demo
 
 # A file at a time, because its tests share what they trained.
 test: .venv/.test browser

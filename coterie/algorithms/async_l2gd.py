@@ -289,6 +289,11 @@ class AsyncL2GD(Finder):
     def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, self._pace(fed, s, None)
 
+    def allowed_steps(self, fed: Federation, curvature: float) -> dict[str, float]:
+        """Return the step size of Corollary 3.6, which falls with the pulls."""
+        penalty = self.penalty(fed)
+        return {"lr": 0.5 / self.chances(penalty).smoothness(penalty, curvature)}
+
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         counts = {"rounds_global": s.rounds_global, "rounds_within": s.rounds_within}
         return {name: torch.tensor(float(value)) for name, value in counts.items()}

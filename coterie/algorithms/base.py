@@ -315,6 +315,26 @@ class Algorithm:
         """
         return None
 
+    def allowed_steps(self, fed: Federation, curvature: float) -> dict[str, float]:
+        """Return the largest step sizes at which gradient steps do not diverge.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        curvature
+            Largest curvature L of a client's loss.
+
+        Returns
+        -------
+        dict of str to float
+            By hyperparameter: 2 / (L + lam + ridge) for those that are step sizes of the loss, where `lam` and `ridge`
+            are the pulls of this method, if it has any.
+        """
+        pulls = sum(float(getattr(self, name, 0.0) or 0.0) for name in ("lam", "ridge"))
+        steps = [name for name in ("lr", "tuning_lr", "inner_lr", "local_lr") if hasattr(self, name)]
+        return {name: 2.0 / max(curvature + pulls, 1e-300) for name in steps}
+
     def replace(self, **changes: Any) -> Self:
         """Return the same algorithm with some hyperparameters changed.
 

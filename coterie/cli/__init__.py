@@ -32,6 +32,7 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS = {
+    "demo": CommandEntry("demo", "demo --out runs/demo", "Train"),
     "compare": CommandEntry("training", f"compare {HEART} --json result.json", "Train"),
     "fit": CommandEntry("training", f"fit {HEART} --out heart", "Train"),
     "tune": CommandEntry("training", f"tune {HEART} --algorithm ditto --out tuning", "Train"),

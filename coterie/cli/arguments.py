@@ -10,6 +10,7 @@ import typer
 from coterie._core import files
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import bundled
+from coterie.models.table_models import TABLE_MODELS
 
 TableArgument = Annotated[
     str,
@@ -63,6 +64,13 @@ MetricOption = Annotated[
     typer.Option(
         "--metric", metavar="NAME", help="what validation rows choose by and tables show, such as auc or mae"
     ),
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="NAME", help=f"what every client trains: {', '.join(TABLE_MODELS)}")
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", help="where to compute: cpu, cuda, or auto for a GPU if any"),
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 

@@ -38,15 +38,29 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="page to write; report.html in the first folder if not given"),
     ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN", help="show quality by the values of this column too (may be repeated)"
+        ),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(metavar="P", help="two classes: probability from which a row is called positive")
+    ] = 0.5,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="also print it to PDF with an installed browser")
+    ] = False,
 ) -> None:
-    """Write a web page about one or more runs: who gained, who lost, who learns from whom, and the cost.
+    """Write a web page about one or more runs: how good, who gained, who lost, who is served worse, and the cost.
 
     The page needs no network. Gains are relative to a run of the method `local`.
 
     Name one, or keep it beside the first run, where it is found by itself.
     """
     require_place(out)
-    console.show(f"Report written to {write_report(runs, out)}")
+    page = write_report(runs, out, by=by or (), threshold=threshold, pdf=pdf)
+    printed = f" and {page.with_suffix('.pdf').name}" if pdf else ""
+    console.show(f"Report written to {page}{printed}")
 
 
 def predict(

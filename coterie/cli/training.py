@@ -17,11 +17,13 @@ from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
+    DeviceOption,
     DropOption,
     JsonOption,
     KeepOption,
     L2Option,
     MetricOption,
+    ModelOption,
     RoundsOption,
     RunArgument,
     SeedOption,
@@ -64,6 +66,8 @@ def compare(
     rounds: RoundsOption = 100,
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     drop: DropOption = None,
     keep: KeepOption = None,
     json: JsonOption = None,
@@ -90,6 +94,8 @@ def compare(
             out=out,
             watch=watch,
             metric=metric,
+            model=model,
+            device=device,
         )
     console.notes(comparison.warnings)
     console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
@@ -121,6 +127,8 @@ def fit(
         str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' on validation rows")
     ] = "last",
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     checkpoint_every: Annotated[
         int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
     ] = 0,
@@ -131,7 +139,7 @@ def fit(
     l2: L2Option = None,
     state_memory: StateMemoryOption = None,
     track: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
+        str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="say which fast paths computed what")] = False,
     json: JsonOption = None,
@@ -154,7 +162,8 @@ def fit(
         seed=seed,
         dropout=dropout,
         l2=l2,
-        model=None if isinstance(method, str) else method.own_model(rounds),
+        model=(None if isinstance(method, str) else method.own_model(rounds)) or model,
+        device=device,
     )
     console.notes(fed.table.warnings)
     if from_theory:
@@ -276,6 +285,8 @@ def tune(
         ),
     ] = None,
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
@@ -299,6 +310,8 @@ def tune(
         "drop": tuple(drop or ()),
         "keep": tuple(keep or ()),
         "seed": seed,
+        "model": model,
+        "device": device,
     }
     with console.progress() as watch:
         found = search_table(
@@ -316,10 +329,11 @@ def tune(
     usual = make(algorithm).settings()
     changed = {name: value for name, value in found.algorithm.settings().items() if value != usual[name]}
     by = f"--metric {metric} " if metric else ""
+    kind = f"--model {model} " if model != "linear" else ""
     options = " ".join(f"--set {name}={value}" for name, value in changed.items())
     console.show(
         f"coterie fit {table} --client {client} --target {target} --algorithm {algorithm} "
-        f"{options} --rounds {rounds} --select best {by}--seed {seed} --out RUN"
+        f"{options} {kind}--rounds {rounds} --select best {by}--seed {seed} --out RUN"
     )
     write_json(json, found.json())
 

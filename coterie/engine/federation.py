@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie._core import broadcast, randomness
+from coterie._core import broadcast, html, randomness
 from coterie._core.errors import SettingError
 from coterie.data.clients import Clients
 from coterie.engine import build
@@ -185,6 +185,11 @@ class Federation:
             byzantine=self.byzantine if byzantine is None else byzantine,
             texts=self.texts,
         )
+
+    @property
+    def models_stay(self) -> bool:
+        """Whether deployed models stay with the clients, so that this process has none of them."""
+        return self.runtime.capabilities.models_stay
 
     def known_clusters(self, method: str = "this method") -> Tensor:
         """Return the known cluster of every client [n], or the found one; raise `SettingError` if there are none."""
@@ -464,3 +469,23 @@ class Federation:
             for split, count in rows.items():
                 self.rows[split][ids] = count.to(self.rows[split])
             self.sizes[ids] = rows["train"].to(self.sizes).unsqueeze(-1)
+
+    def __repr__(self) -> str:
+        train = int(self.rows["train"].sum())
+        return (
+            f"Federation({self.n} clients, {train} training rows, {type(self.model).__name__}, d = {self.d})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the clients and their rows as HTML, for notebooks."""
+        options = {} if self.table is None else self.table.options
+        target = f", to predict {options['target']!r}" if "target" in options else ""
+        head = f"Federation of {self.n:,} clients: {type(self.model).__name__}, {self.d:,} parameters{target}"
+        splits = list(self.rows)
+        counts = zip(*(self.rows[split].tolist() for split in splits), strict=True)
+        rows = [
+            [name, *(f"{count:,}" for count in own)] for name, own in zip(self.names, counts, strict=True)
+        ]
+        return html.paragraph(head) + html.table(
+            [options.get("client", "client"), *(f"{split} rows" for split in splits)], rows
+        )

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from coterie import models
 from coterie.data import bundled, tables
 from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
@@ -16,6 +15,7 @@ from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
 from coterie.engine.build import Parts, encode_clusters, from_rows
 from coterie.models.base import Model
+from coterie.models.table_models import as_model, table_model
 
 SPLIT = (0.6, 0.2, 0.2)
 
@@ -25,7 +25,7 @@ def from_table(
     client: str,
     target: str,
     cluster: str | None = None,
-    model: Model | None = None,
+    model: Model | str | None = None,
     task: str | None = None,
     drop: Sequence[str] = (),
     keep: Sequence[str] = (),
@@ -50,7 +50,8 @@ def from_table(
     cluster
         Name of the cluster column, if clusters are known.
     model
-        The model to train; by default linear, logistic or softmax regression, by the kind of target.
+        The model to train, or its name ("linear", "mlp"); by default linear, logistic or softmax regression, by the
+        kind of target.
     task
         "regression" or "classification"; by default inferred from the target.
     drop
@@ -62,7 +63,7 @@ def from_table(
     seed
         Seed of every draw.
     device
-        Where to compute, by default the CPU.
+        Where to compute, by default the CPU; "auto" is the GPU if there is one.
     loop
         Compute clients one by one instead of stacked.
     l2
@@ -82,8 +83,7 @@ def from_table(
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
-    model = default_model(spec.task, l2) if model is None else model
-    preprocessor, model = encoded(spec, local_statistics(frame[training.numpy()], spec), model)
+    preprocessor, trained = encoded(spec, local_statistics(frame[training.numpy()], spec), _model(model, spec.task, l2))
     clusters, cluster_names = None, None
     if cluster is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()
@@ -102,7 +102,7 @@ def from_table(
         preprocessor.encode(frame),
         preprocessor.encode_target(frame),
         sizes,
-        model=model,
+        model=trained,
         names=names,
         clusters=clusters,
         cluster_names=cluster_names,
@@ -124,6 +124,11 @@ def encoded(spec: tables.TableSpec, statistics: Statistics, model: Model) -> tup
 
 
 def default_model(task: str, l2: float | None = None) -> Model:
-    """Return the model for a table: linear in the features, with an intercept and slight ridge unless `l2` is given."""
-    make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
-    return make(l2=1e-3, intercept=True) if l2 is None else make(l2=l2)
+    """Return the model for a table where none is named: linear in the features."""
+    return table_model("linear", task, l2)
+
+
+def _model(model: Model | str | None, task: str, l2: float | None) -> Model:
+    if model is None:
+        return default_model(task, l2)
+    return table_model(model, task, l2) if isinstance(model, str) else as_model(model)

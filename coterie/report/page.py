@@ -12,19 +12,30 @@ from typing import Any
 import numpy as np
 
 from coterie._core import files
+from coterie._core.errors import SettingError
 from coterie.models.metrics import find
 from coterie.report import charts, collaboration, summary
+from coterie.report.board import Quality, client_column, tiles
+from coterie.report.client_pages import client_pages
 from coterie.report.differences import heterogeneity
 from coterie.report.facts import RunFacts, read_runs, with_baseline
 from coterie.report.gains import VERDICTS, Scores, mean_gain, scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import Panel, numbers
+from coterie.report.pdf import find_browser, print_page
 
 TEMPLATES = Path(__file__).parent / "templates"
 REPORT = "report.html"
 
 
-def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def write_report(
+    paths: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    by: Sequence[str] = (),
+    threshold: float = 0.5,
+    pdf: bool | str | Path = False,
+) -> Path:
     """Write one self-contained page about runs and comparisons.
 
     Parameters
@@ -34,16 +45,24 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
         first one is found by itself and serves as the baseline.
     out
         File to write; `report.html` in the first folder if not given.
+    by
+        Columns of the table, such as 'sex', by whose values the quality is shown as well.
+    threshold
+        For two classes: the probability from which a row is called positive.
+    pdf
+        Also print the page with an installed browser: True beside the page, or the file to write.
 
     Returns
     -------
     Path
-        The file.
+        The page.
 
     Raises
     ------
     RunError
         If a folder holds no finished run, or the runs have different clients or metrics.
+    SettingError
+        If the threshold is not between 0 and 1, or there is no browser to print with.
 
     Examples
     --------
@@ -58,13 +77,19 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     >>> page.name, "Who gained, who lost" in text
     ('report.html', True)
     """
+    if not 0 < threshold < 1:
+        raise SettingError(f"threshold is {threshold}; give a probability between 0 and 1")
+    if pdf:
+        find_browser()
     folders = [Path(path) for path in paths]
     place = folders[0] / REPORT if out is None else Path(out)
-    files.write_text(place, report(folders))
+    files.write_text(place, report(folders, by, threshold))
+    if pdf:
+        print_page(place, place.with_suffix(".pdf") if pdf is True else Path(pdf))
     return place
 
 
-def report(paths: Sequence[Path]) -> str:
+def report(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0.5) -> str:
     """Return the page that `write_report` writes, as text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
@@ -78,11 +103,11 @@ def report(paths: Sequence[Path]) -> str:
     )
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a run that diverged is shown too
-        shown = contents(paths)
+        shown = contents(paths, by, threshold)
     return environment.get_template("page.html.j2").render(plotly=get_plotlyjs(), **shown)
 
 
-def contents(paths: Sequence[Path]) -> dict[str, Any]:
+def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0.5) -> dict[str, Any]:
     """Collect everything the template shows."""
     runs = with_baseline(read_runs(paths))
     main, alone = _main(runs), next((run for run in runs if run.alone), None)
@@ -94,7 +119,11 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
         for k, run in enumerate(runs)
     ]
     maps.sort(key=lambda entry: entry[0] is not main)
+    shown = Quality.of(main, alone, by, threshold)
     sections = {
+        "quality": shown.panels,
+        "columns": [] if shown.coefficients is None else [shown.coefficients.panel()],
+        "fairness": [part.panel for part in shown.groups],
         "gains": [panel for panel in quality if panel is not None],
         "progress": charts.curves(runs),
         "spread": [charts.distribution(runs)],
@@ -113,6 +142,10 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
         "runs": runs,
         "side_by_side": _side_by_side(runs, all_scores, main),
         "sections": sections,
+        "quality": shown,
+        "tiles": tiles(main, alone, main_scores, shown),
+        "pages": client_pages(main, alone, main_scores, shown.held, shown.coefficients, threshold),
+        "client_column": client_column(main),
         "maps": maps,
         "verdicts": VERDICTS,
         "direction": charts.direction(main),
@@ -212,6 +245,7 @@ def _data(
         "higher": find(main.metric).higher_is_better,
         "split": main.split,
         "names": main.names,
+        "client_column": client_column(main),
         "rows": None if roster is None else roster.rows,
         "clusters": names,
         "main": runs.index(main),

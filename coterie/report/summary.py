@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 
 import numpy as np
 
 from coterie.models.metrics import find
+from coterie.models.table_models import TABLE_MODELS
 from coterie.report.facts import RunFacts
 from coterie.report.gains import BETTER, WORSE, MeanGain, Scores, mean_gain
 from coterie.report.numbers import count, listed, show, show_gain, size
@@ -238,6 +240,9 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
         parts += ["--select", plan["select"]]
     if "metric" in plan:
         parts += ["--metric", _quoted(plan["metric"])]
+    model = json.loads(data.get("model", "{}")).get("model")
+    if model in TABLE_MODELS and model != "linear":
+        parts += ["--model", model]
     if federation.get("dropout"):
         parts += ["--dropout", str(federation["dropout"])]
     parts += ["--algorithm", "local" if alone else run.algorithm]

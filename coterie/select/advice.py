@@ -20,8 +20,9 @@ from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
 from coterie.models.linear import Linear
-from coterie.select.survey import Findings, Survey, require_head
+from coterie.select.survey import Findings, require_head
 from coterie.theory import held_out, learned_centre, risk
+from coterie.train.divergence import largest_curvature
 
 METHODS = ("local", "ridge-local", "fedavg", "ftfa", "rtfa")
 EXPLANATIONS = {
@@ -144,7 +145,7 @@ def algorithm(method: str, lam: float | None, fed: Federation) -> Algorithm:
         if isinstance(fed.model, Linear) or (exact and (lam or fed.model.l2)):  # type: ignore[attr-defined]
             settings["exact"] = True
         return make("local", **settings)
-    settings = {} if not exact else {"lr": 1.0 / _curvature(fed), "steps": 5, "batch": 0}
+    settings = {} if not exact else {"lr": 1.0 / largest_curvature(fed), "steps": 5, "batch": 0}
     if method == "rtfa":
         settings |= {"lam": lam, "tuning": "exact" if exact else "epochs"}
     elif method == "ftfa":
@@ -152,13 +153,6 @@ def algorithm(method: str, lam: float | None, fed: Federation) -> Algorithm:
         if exact:
             settings |= {"tuning_lr": settings["lr"], "tuning_epochs": 50}
     return make(method, **settings)
-
-
-def _curvature(fed: Federation) -> float:
-    """Return the largest smoothness constant among the clients, who send one number each."""
-    trial = fed.fresh()
-    trial.enter_round(0, None)
-    return float(trial.map(Survey().curvature).values.max())
 
 
 def conclude(fed: Federation, found: Findings) -> Advice:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coterie._core import files
+from coterie._core import files, html
 from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import Algorithm, find
 from coterie.engine.federation import Federation
@@ -124,10 +124,28 @@ class Comparison:
         sure = "" if row["gain_low"] > 0 else ", so the gain is not certain"
         return f"Validation prefers {row['algorithm']}; against training alone {gain}; {interval}{sure}."
 
+    def _repr_html_(self) -> str:
+        """Return a row per method and the verdict as HTML, for notebooks."""
+        shown = [
+            [
+                row["algorithm"],
+                f"{row['mean']:.4g} ± {row['sd']:.2g}",
+                f"{row['worst']:.4g}",
+                *(["", ""] if row["algorithm"] == "local" else _percents(row)),
+            ]
+            for row in self.rows
+        ]
+        headers = ["method", f"mean test {self.metric}", "worst client", "improved", "harmed"]
+        return html.paragraph(self.verdict()) + html.table(headers, shown)
+
     def _signed(self, gain: float) -> str:
         if find_metric(self.metric).percent or 0.1 <= abs(gain) < 1000:
             return f"{gain:+.3f}"
         return f"{gain:+.0f}" if abs(gain) >= 1 else f"{gain:+.3g}"
+
+
+def _percents(row: dict[str, Any]) -> list[str]:
+    return [f"{row[name]:.0f} %" for name in ("improved", "harmed")]
 
 
 def compare(

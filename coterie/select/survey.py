@@ -166,10 +166,6 @@ class Survey(Algorithm):
         found = client.over_rows(both, x)
         return {"grad": found[..., :-1], "loss": found[..., -1:]}
 
-    def curvature(self, client: Client) -> Tensor:
-        """Return the smoothness constant of the client's loss."""
-        return client.smoothness()
-
     def look(self, client: Client, own: Tensor, other: Tensor) -> dict[str, Tensor]:
         """Store residual profiles at the other half's model and at zero; return sums on curvature and predictions."""
         model, rows = require_head(client.model), client.size.to(own.dtype)

@@ -58,11 +58,20 @@ def export(
     ...     export(f"{folder}/run", "cleveland", to="csv").name
     'cleveland.csv'
     """
+    _require_format(to)
+    return write_model(ExportedModel.load(folder, client, model), to, out, Path(folder))
+
+
+def _require_format(to: str) -> None:
     if to not in SUFFIXES:
         raise SettingError(f"unknown format {to!r}.{nearest(to, SUFFIXES)}")
-    one = ExportedModel.load(folder, client, model)
+
+
+def write_model(one: ExportedModel, to: str, out: str | Path | None, beside: Path) -> Path:
+    """Write a model in one of the formats of `export`; without `out` into the folder `exports` inside `beside`."""
+    _require_format(to)
     name = re.sub(r"[^\w.-]+", "_", one.client).strip("._") or "client"
-    path = Path(folder) / "exports" / f"{name}{SUFFIXES[to]}" if out is None else Path(out)
+    path = beside / "exports" / f"{name}{SUFFIXES[to]}" if out is None else Path(out)
     if to == "safetensors":
         _to_safetensors(one, path)
     elif to == "csv":

@@ -16,6 +16,7 @@ from coterie.data.preprocess import Preprocessor
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, description, from_description
 from coterie.models.predictor import LinearPredictor
+from coterie.models.table_models import as_model
 from coterie.train.folder import RunFolder
 from coterie.train.predict import fitted_to
 
@@ -79,15 +80,20 @@ class ExportedModel:
                 f"{folder} trained a module of your own: export it from Python with model=network(factory)"
             )
         weights = tensors["common"] if client is None else tensors["personal"][clients.index(client)]
+        model = as_model(model) if preprocessor is None else fitted_to(as_model(model), preprocessor)
+        return cls.of(model, weights, client, preprocessor)
+
+    @classmethod
+    def of(
+        cls, model: Model, weights: Tensor, client: str | None, preprocessor: Preprocessor | None
+    ) -> ExportedModel:
+        """Return a model that is at hand, fitted to its shapes; client None means the common model."""
         shape = getattr(model, "features", None)
         if preprocessor is not None:
-            model, shape = fitted_to(model, preprocessor), len(preprocessor.feature_names)
+            shape = len(preprocessor.feature_names)
         if shape is None:
-            raise RunError(
-                f"{folder} does not say how many features its model takes; give model=... fitted to them"
-            )
-        width = int(np.prod(shape))
-        return cls(client or "common", model, weights, preprocessor, width)
+            raise RunError("the model does not say how many features it takes; give model=... fitted to them")
+        return cls(client or "common", model, weights, preprocessor, int(np.prod(shape)))
 
     @property
     def task(self) -> str:

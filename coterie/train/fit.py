@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie._core import broadcast
-from coterie._core.errors import NobodyAnswered, RunError, SettingError
+from coterie._core.errors import Diverged, NobodyAnswered, RunError, SettingError
 from coterie._core.threads import helped
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
@@ -21,6 +23,7 @@ from coterie.models.metrics import LOSS, Metric, find, resolve
 from coterie.train import checkpoint
 from coterie.train.checkpoint import Best, Clock, Progress
 from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
+from coterie.train.divergence import require_convergence
 from coterie.train.folder import RunFolder
 from coterie.train.history import History, mean_over_clients
 from coterie.train.run import Run, metric_plan
@@ -30,6 +33,7 @@ from coterie.train.track import Tracker, tracker
 FAST_FORWARD_ROUNDS = 1000  # rounds computed at once at most
 
 Watch = Callable[[int, int], None]
+log = logging.getLogger(__name__)
 
 
 def fit(
@@ -72,7 +76,7 @@ def fit(
     watch
         Called with the round and the number of rounds after each round.
     track
-        'tensorboard', 'mlflow' or a tracker of your own.
+        'tensorboard', 'mlflow', 'wandb' or a tracker of your own.
     metric
         What `select="best"` goes by instead of the loss, and what reports show.
     metrics
@@ -84,6 +88,11 @@ def fit(
     -------
     Run
         Personal models, metrics and ledger.
+
+    Raises
+    ------
+    Diverged
+        The last models of most clients are far worse than the untrained one. No folder is left behind.
 
     Examples
     --------
@@ -117,14 +126,18 @@ def fit(
     with _threads(fed, algorithm):
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        if follower is None:
-            return _train(fed, algorithm, progress, plan, folder, watch, started)
-        follower.begin(fed, algorithm, plan)
-        follower.scored(fed, 0, progress.history)
-        run = _train(
-            fed, algorithm, progress, plan, folder, _followed(follower, fed, progress, watch), started
-        )
-        follower.end(run)
+        if follower is not None:
+            follower.begin(fed, algorithm, plan)
+            follower.scored(fed, 0, progress.history)
+            watch = _followed(follower, fed, progress, watch)
+        try:
+            run = _train(fed, algorithm, progress, plan, folder, watch, started)
+        except Diverged:
+            if folder is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        if follower is not None:
+            follower.end(run)
         return run
 
 
@@ -315,6 +328,7 @@ def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
 
 def _begin(fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> Progress:
     """Return the progress before the first round; an algorithm that cannot run on this federation raises here."""
+    log.info("%s: %d rounds, %d clients, d = %d", algorithm.name, plan["rounds"], fed.n, fed.d)
     fed.enter_round(0, None)
     progress = Progress(0, algorithm.start(fed), History(), Best())
     _score(fed, algorithm, progress, plan)
@@ -409,7 +423,11 @@ def _finish(
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    progress.history.add(deployed_round, "train", fed.score(personal, "train", _further(plan)))
+    trained = fed.score(personal, "train", _further(plan))
+    progress.history.add(deployed_round, "train", trained)
+    if plan["select"] == "last":
+        for name in require_convergence(fed, algorithm, trained["loss"], plan["rounds"]):
+            log.warning("%s diverged for client %r: its model is useless", algorithm.name, name)
     run = Run(
         fed=fed,
         algorithm=algorithm,
@@ -428,6 +446,9 @@ def _finish(
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path
+    if run.left_out or run.lost_rounds:
+        log.warning("%d answers left out, %d rounds lost", len(run.left_out), run.lost_rounds)
+    log.info("%s: round %d deployed, %.1f s", algorithm.name, deployed_round, run.seconds)
     return run
 
 
@@ -456,5 +477,6 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
     progress.history.add(t, "validation", values)
     judge = find(plan.get("metric", LOSS.name))
     loss = judge.cost(mean_over_clients(values[judge.name]))
+    log.debug("round %d: validation %s %.6g", t, judge.name, mean_over_clients(values[judge.name]))
     if plan["select"] == "best" and loss < progress.best.loss:
         progress.best = Best(t, loss, fed.personal(algorithm, progress.state), progress.state)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from coterie._core import files
 from coterie._core.errors import DataError, RunError, nearest
-from coterie.data import tables
+from coterie.data import bundled, tables
 from coterie.data.column_types import labels
 from coterie.data.preprocess import Preprocessor
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, from_description
+from coterie.models.table_models import as_model
 from coterie.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Predictor:
             custom = note["model"]["model"] == CUSTOM
             known = from_description(note["model"]) if model is None and not custom else None
         if model is not None:
-            known = fitted_to(model, preprocessor)
+            known = fitted_to(as_model(model), preprocessor)
         if known is None:
             raise RunError(
                 f"{folder} holds a module of your own: load it with Predictor.load(folder, model=...)"
@@ -130,7 +131,7 @@ class Predictor:
         """
         import polars
 
-        frame = tables.read(table)
+        frame = tables.read(bundled.resolve(table))
         if self.client_column not in frame.columns and len(self.clients) == 1:
             frame = frame.with_columns(polars.lit(self.clients[0]).alias(self.client_column))
         if self.client_column not in frame.columns:

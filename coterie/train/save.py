@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,12 @@ from coterie._core import files
 from coterie.engine.state import State
 from coterie.models.description import description
 from coterie.train.folder import RESULT, RunFolder
+from coterie.train.predictions import Predictions
 from coterie.train.roster import Roster
-from coterie.train.run import Run
+from coterie.train.uncertainty import save_errors
+
+if TYPE_CHECKING:
+    from coterie.train.run import Run
 
 
 def save_run(folder: RunFolder, run: Run) -> None:
@@ -20,6 +25,8 @@ def save_run(folder: RunFolder, run: Run) -> None:
     save_models(folder.path / "models", run)
     save_state(folder.path, run.state)
     Roster.of(run.fed).save(folder.path)
+    Predictions.save_those_of(run, folder.path)
+    save_errors(run, folder.path)
     traces = run.history.traces(run.fed.n)
     if traces:
         files.write_tensors(folder.path / "traces.safetensors", traces)
@@ -43,7 +50,7 @@ def save_models(folder: Path, run: Run) -> None:
     Where models stay with the clients, only the common one is written, if the method has one.
     """
     names, personal = run.fed.names, run.personal
-    if run.fed.runtime.capabilities.models_stay:
+    if run.fed.models_stay:
         if run.algorithm.common(run.fed, run.state) is None:
             return
         names, personal = [], torch.empty(0, run.fed.d, dtype=run.fed.dtype)

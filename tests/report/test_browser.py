@@ -116,7 +116,7 @@ def test_sorting_by_any_column(visit: Open) -> None:
     assert down == sorted(down, reverse=True) and down[0] > up[0]
     page.keyboard.press("Enter")  # the button has kept the focus
     assert as_numbers(column(page, 2)) == up
-    page.get_by_role("button", name="Client").click()
+    page.get_by_role("button", name="Client", exact=True).click()
     assert [name for name in column(page, 1) if name.startswith("clinic")][:3] == [
         "clinic 0",
         "clinic 1",
@@ -212,7 +212,7 @@ def test_everything_can_be_reached_by_keyboard(visit: Open) -> None:
 def test_every_control_and_picture_has_a_name(visit: Open) -> None:
     page = visit("twelve")
     nameless = page.evaluate(
-        """[...document.querySelectorAll('button, input, select, [role=img], [role=region], table')].filter((one) =>
+        """[...document.querySelectorAll('button, input, select, [role=group], table')].filter((one) =>
             !(one.textContent.trim() || one.getAttribute('aria-label') || one.labels?.length || one.caption)).length"""
     )
     assert nameless == 0
@@ -234,3 +234,44 @@ def test_it_prints(visit: Open, tmp_path: Path) -> None:
     page = visit("four", scheme="dark")
     page.pdf(path=tmp_path / "page.pdf", format="A4")
     assert (tmp_path / "page.pdf").stat().st_size > 30_000
+
+
+@pytest.mark.slow
+def test_the_command_prints_all_charts(comparison: Path, tmp_path: Path) -> None:
+    write_report([comparison], tmp_path / "page.html", pdf=True)
+    printed = (tmp_path / "page.pdf").read_bytes()
+    assert printed.startswith(b"%PDF") and printed.count(b"/Type /Page\n") > 8
+    assert len(printed) > 200_000  # charts are drawn as vectors; without them it is a tenth of this
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
+def test_axe_finds_nothing_to_complain_about(visit: Open, width: int, scheme: str) -> None:
+    """WCAG 2.2 A and AA and best practices, contrast included, with everything open and drawn."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    page = visit("four", width=width, scheme=scheme)
+    draw_everything(page)
+    found = axe.run(page).response
+    complaints = [
+        (one["id"], [node["html"][:120] for node in one["nodes"][:3]]) for one in found["violations"]
+    ]
+    assert complaints == []
+    assert "color-contrast" in {one["id"] for one in found["passes"]}
+
+
+def test_every_client_has_a_page_and_the_column_its_name(visit: Open) -> None:
+    page = visit("four")
+    clients = page.locator("details.client")
+    assert clients.count() == 4
+    text = clients.filter(has_text="cleveland").inner_text()
+    for part in (
+        "hospital:",
+        "training rows",
+        "trained alone",
+        "sensitivity",
+        "95 % interval",
+        "Largest coefficients",
+    ):
+        assert part in text
+    assert page.get_by_role("button", name="Client (hospital)").is_visible()
+    assert page.locator(".tile").count() == 4
+    assert "AUC" in page.locator("#quality").inner_text()
