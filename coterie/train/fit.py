@@ -17,13 +17,14 @@ from coterie._core.errors import NobodyAnswered, RunError, SettingError
 from coterie._core.threads import helped
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
+from coterie.engine.resplit import merged
 from coterie.models.metrics import LOSS, Metric, find, resolve
 from coterie.train import checkpoint
 from coterie.train.checkpoint import Best, Clock, Progress
 from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
 from coterie.train.folder import RunFolder
 from coterie.train.history import History, mean_over_clients
-from coterie.train.run import Run, metric_plan
+from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
 from coterie.train.track import Tracker, tracker
 
@@ -47,6 +48,7 @@ def fit(
     state_memory: float | None = None,
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
+    refit: str = "none",
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -77,6 +79,9 @@ def fit(
         What `select="best"` goes by instead of the loss, and what reports show.
     metrics
         Further metrics to record.
+    refit
+        'validation' trains the deployed models again, for as many rounds, on training and validation rows together,
+        'all' on test rows too. Scores stay those of the models before.
     state_memory
         Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
 
@@ -107,6 +112,7 @@ def fit(
         "score_test": score_test,
         "checkpoint_every": checkpoint_every or 0,
         **metric_plan(chosen, further),
+        **refit_plan(fed, refit),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -117,15 +123,15 @@ def fit(
     with _threads(fed, algorithm):
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        if follower is None:
-            return _train(fed, algorithm, progress, plan, folder, watch, started)
-        follower.begin(fed, algorithm, plan)
-        follower.scored(fed, 0, progress.history)
-        run = _train(
-            fed, algorithm, progress, plan, folder, _followed(follower, fed, progress, watch), started
-        )
+        if follower is not None:
+            follower.begin(fed, algorithm, plan)
+            follower.scored(fed, 0, progress.history)
+            watch = _followed(follower, fed, progress, watch)
+        run = _train(fed, algorithm, progress, plan, folder, watch, started)
+    _complete(run, plan, folder)
+    if follower is not None:
         follower.end(run)
-        return run
+    return run
 
 
 def _further(plan: dict[str, Any]) -> list[Metric]:
@@ -218,12 +224,13 @@ def resume(
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
         progress = progress or _begin(fed, algorithm, plan)
-        if folder.finished():
-            run = _train(fed, algorithm, progress, plan, None, watch, started)
-            run.folder = folder.path
-            return run
-        folder.sweep()
-        return _train(fed, algorithm, progress, plan, folder, watch, started)
+        finished = folder.finished()
+        if not finished:
+            folder.sweep()
+        run = _train(fed, algorithm, progress, plan, None if finished else folder, watch, started)
+    _complete(run, plan, None if finished else folder)
+    run.folder = folder.path
+    return run
 
 
 class Contestant:
@@ -296,7 +303,7 @@ class Contestant:
     def finish(self) -> Run:
         """Deploy the best round and return the run."""
         with _threads(self.fed, self.algorithm):
-            return _finish(self.fed, self.algorithm, self.progress, self.plan, None, self.started)
+            return _finish(self.fed, self.algorithm, self.progress, self.plan, self.started)
 
 
 @contextmanager
@@ -331,7 +338,7 @@ def _train(
     started: float,
 ) -> Run:
     _advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
-    return _finish(fed, algorithm, progress, plan, folder, started)
+    return _finish(fed, algorithm, progress, plan, started)
 
 
 def _advance(
@@ -399,10 +406,9 @@ def _finish(
     algorithm: Algorithm,
     progress: Progress,
     plan: dict[str, Any],
-    folder: RunFolder | None,
     started: float,
 ) -> Run:
-    """Score the deployed models and return the run, saved to its folder if it has one."""
+    """Score the deployed models and return the run."""
     t = progress.round
     _score_end(fed, algorithm, progress, plan)
     chosen = progress.best.personal if plan["select"] == "best" else None
@@ -425,10 +431,61 @@ def _finish(
     )
     if plan["score_test"] and fed.has_rows("test"):
         run.score_test()
+    return run
+
+
+def refit_plan(fed: Federation, which: str) -> dict[str, str]:
+    """Return what the plan of a run says of refitting; nothing if there are no more rows to train on."""
+    if which not in REFIT:
+        raise SettingError(f"refit is {which!r}; it is {', '.join(map(repr, REFIT))}")
+    if not any(fed.has_rows(split) for split in REFIT[which] if split != "train"):
+        return {}
+    if not fed.runtime.capabilities.rows_visible:
+        raise SettingError("models of clients on other machines cannot be refitted yet; leave refit out")
+    return {"refit": which}
+
+
+def refit(run: Run, which: str) -> Run:
+    """Train the deployed models of a run again, for as many rounds, on more of the rows; scores stay as they are.
+
+    Parameters
+    ----------
+    run
+        The run, which is changed.
+    which
+        'validation' for training and validation rows, 'all' for all rows, 'none'.
+
+    Returns
+    -------
+    Run
+        The same run.
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> refit(fit(fed, "fedavg", rounds=2), "validation").trained_on
+    ('train', 'validation')
+    """
+    if not refit_plan(run.fed, which):
+        return run
+    again = fit(
+        merged(run.fed, REFIT[which]), run.algorithm, run.deployed_round, evaluate_every=0, score_test=False
+    )
+    run.scored, run.personal, run.state, run.refit = run.personal, again.personal, again.state, which
+    run.seconds += again.seconds
+    for entry, counts in again.fed.ledger.entries.items():
+        if entry.kind != "evaluate":
+            run.fed.ledger.entries[entry._replace(kind="refit")] = counts
+    return run
+
+
+def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:
+    """Refit a run if its plan says so, and save it if it has a folder."""
+    refit(run, plan.get("refit", "none"))
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path
-    return run
 
 
 def _score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from coterie.models.description import description
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.roster import Roster
 from coterie.train.run import Run
+
+if TYPE_CHECKING:
+    import polars
+
+TEST_ROWS = "test_rows.parquet"
 
 
 def save_run(folder: RunFolder, run: Run) -> None:
@@ -27,6 +33,8 @@ def save_run(folder: RunFolder, run: Run) -> None:
         return
     files.write_with(folder.path / "metrics.parquet", run.metrics.write_parquet)
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
+    if run.test_rows:
+        files.write_with(folder.path / TEST_ROWS, test_rows(run).write_parquet)
     files.write_json(
         folder.path / RESULT,
         {
@@ -35,7 +43,18 @@ def save_run(folder: RunFolder, run: Run) -> None:
             "lost_rounds": run.lost_rounds,
             "left_out": run.left_out,
             "seconds": round(run.seconds, 3),
+            "trained_on": list(run.trained_on),
         },
+    )
+
+
+def test_rows(run: Run) -> polars.DataFrame:
+    """Return the value of every test row in each metric that is a mean over rows, with the index of its client."""
+    import polars
+
+    client = torch.repeat_interleave(run.fed.rows["test"].cpu())
+    return polars.DataFrame(
+        {"client": client.numpy(), **{name: values.numpy() for name, values in run.test_rows.items()}}
     )
 
 
@@ -55,6 +74,7 @@ def save_models(folder: Path, run: Run) -> None:
         folder / "model.json",
         {
             "algorithm": run.algorithm.name,
+            "trained_on": list(run.trained_on),
             "sha256": files.sha256(folder / "models.safetensors"),
             "clients": names,
             "client_column": table.options["client"] if table is not None else None,
