@@ -327,11 +327,23 @@ def _from_text(algorithm: str, name: str, text: str, kind: Any) -> Any:
             return convert(text)
         except ValueError:
             continue
+    if "tuple" in str(kind) and ("," in text or text.startswith("[")):
+        return _numbers(algorithm, name, text)
     if "str" in str(kind):
         return text
     if "None" in str(kind) and text.lower() == "none":
         return None
     raise SettingError(f"{algorithm}: {name} = {text!r} is not a {'whole ' if kind is int else ''}number")
+
+
+def _numbers(algorithm: str, name: str, text: str) -> tuple[float, ...]:
+    """Return a list of numbers such as [0.5, 1, 2], with or without brackets."""
+    try:
+        return tuple(float(part) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
+    except ValueError:
+        raise SettingError(
+            f"{algorithm}: {name} = {text!r} is not a list of numbers, such as [0.5, 1]"
+        ) from None
 
 
 def _check(algorithm: str, field: dataclasses.Field[Any], value: Any) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from coterie.algorithms import Algorithm
+from coterie.engine.federation import Federation
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 
@@ -54,6 +55,13 @@ def candidates(
             chosen.append(candidate)
         index += 1
     return chosen
+
+
+def suited(algorithm: Algorithm, fed: Federation) -> Algorithm:
+    """Return the method with all clients in one group where it would use known clusters and there are none."""
+    if fed.clusters is None and algorithm.settings().get("grouping") == "known":
+        return algorithm.replace(grouping="one")
+    return algorithm
 
 
 def _halton(index: int, base: int) -> float:

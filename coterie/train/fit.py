@@ -254,7 +254,7 @@ class Contestant:
         evaluate_every: int,
         metric: Metric | None = None,
     ) -> None:
-        self.algorithm, self.started = algorithm, time.perf_counter()
+        self.algorithm, self.seconds = algorithm, 0.0
         self.plan = {
             "rounds": rounds,
             "evaluate_every": evaluate_every,
@@ -264,12 +264,12 @@ class Contestant:
             **metric_plan(None if metric is None else metric.name, ()),
         }
         self.fed = fed.fresh()
-        with _threads(self.fed, algorithm):
+        with self._working():
             self.progress = _begin(self.fed, algorithm, self.plan)
 
     def advance(self, until: int, watch: Watch | None = None) -> None:
         """Train until a round; the last round of all is scored like those before it."""
-        with _threads(self.fed, self.algorithm):
+        with self._working():
             _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
             if self.progress.round == self.plan["rounds"]:
                 _score_end(self.fed, self.algorithm, self.progress, self.plan)
@@ -297,13 +297,22 @@ class Contestant:
 
     def megabytes(self) -> float:
         """Return what was sent up and down so far, evaluation not counted."""
-        counts = [counts for entry, counts in self.fed.ledger.entries.items() if entry.kind != "evaluate"]
-        return sum(count[2] + count[5] for count in counts) / 1e6
+        return sum(self.fed.ledger.megabytes_until(self.progress.round))
 
     def finish(self) -> Run:
         """Deploy the best round and return the run."""
+        with self._working():
+            run = _finish(self.fed, self.algorithm, self.progress, self.plan, time.perf_counter())
+        run.seconds = self.seconds
+        return run
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Choose threads, and count the time of the block: a contestant waits while others train."""
+        started = time.perf_counter()
         with _threads(self.fed, self.algorithm):
-            return _finish(self.fed, self.algorithm, self.progress, self.plan, self.started)
+            yield
+        self.seconds += time.perf_counter() - started
 
 
 @contextmanager
