@@ -18,20 +18,25 @@ from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
     DropOption,
+    FoldsOption,
     JsonOption,
     L2Option,
     MetricOption,
+    RefitOption,
     RoundsOption,
     RunArgument,
     SeedOption,
     SetOption,
+    SplitOption,
     StateMemoryOption,
     TableArgument,
     TargetOption,
     TaskOption,
     assignments,
     find_table,
+    named_assignments,
     require_place,
+    shares,
     write_json,
 )
 from coterie.cli.models import report_beside
@@ -41,12 +46,15 @@ from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
 from coterie.select.auto import ChosenRun
 from coterie.select.compare import compare as run_comparison
+from coterie.select.entrants import BASELINES
 from coterie.select.fit import fit as train
 from coterie.select.plan import rounds_within_budget
 from coterie.select.tune import search_table
 from coterie.train.adapters import keep_adapters
 from coterie.train.fit import resume as go_on
 from coterie.train.run import Run
+
+SPLIT_TEXT = "0.6,0.2,0.2"
 
 
 def compare(
@@ -58,7 +66,17 @@ def compare(
     algorithms: Annotated[
         str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
     ] = "ditto",
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits and repetitions")] = 3,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="METHOD.NAME=VALUE", help="hyperparameter of a method, such as ditto.lam=0.3"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits of the rows")] = 1,
+    folds: FoldsOption = None,
+    split: SplitOption = SPLIT_TEXT,
+    seed: SeedOption = 0,
+    refit: RefitOption = "validation",
     rounds: RoundsOption = 100,
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
@@ -70,7 +88,8 @@ def compare(
 ) -> None:
     """Compare methods on your table, client by client, and say whether collaborating helps."""
     require_place(json)
-    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in algorithms.split(",") if name.strip()))
+    given = named_assignments(settings or [], [*BASELINES, *names])
     with console.progress() as watch:
         comparison = run_comparison(
             find_table(table),
@@ -79,8 +98,13 @@ def compare(
             cluster=cluster,
             task=task,
             drop=drop or (),
-            algorithms=list(dict.fromkeys(names)),
+            algorithms=names,
+            settings={name: values for name, values in given.items() if values},
             seeds=seeds,
+            folds=folds,
+            split=shares(split),
+            seed=seed,
+            refit=refit,
             rounds=rounds,
             budget=budget,
             out=out,
@@ -108,6 +132,8 @@ def fit(
     task: TaskOption = None,
     rounds: RoundsOption = 100,
     seed: SeedOption = 0,
+    split: SplitOption = SPLIT_TEXT,
+    refit: RefitOption = "validation",
     drop: DropOption = None,
     dropout: Annotated[
         float, typer.Option(metavar="SHARE", help="share of clients away in each call (simulation)")
@@ -143,6 +169,7 @@ def fit(
         cluster=cluster,
         task=task,
         drop=drop or (),
+        split=shares(split),
         seed=seed,
         dropout=dropout,
         l2=l2,
@@ -162,6 +189,7 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
+            refit=refit,
         )
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())
@@ -269,6 +297,7 @@ def tune(
     task: TaskOption = None,
     drop: DropOption = None,
     seed: SeedOption = 0,
+    split: SplitOption = SPLIT_TEXT,
     json: JsonOption = None,
 ) -> None:
     """Search a method's settings on validation rows with Optuna: pruned, resumable, in parallel.
@@ -285,6 +314,7 @@ def tune(
         "cluster": cluster,
         "task": task,
         "drop": tuple(drop or ()),
+        "split": shares(split),
         "seed": seed,
     }
     with console.progress() as watch:

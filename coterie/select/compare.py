@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,11 +170,17 @@ class Comparison:
         )
 
     def per_row(self) -> polars.DataFrame | None:
-        """Return the value of every test row by every method, or None where rows are not in this process."""
+        """Return the value of every test row by every `method/metric`; None where rows are not in this process."""
         import polars
 
-        metric, alone = self.row_metric.name, self.of(ALONE)
-        if not all(metric in trial.run.test_rows for trial in self.trials):
+        alone = self.of(ALONE)
+        known = [set(trial.run.test_rows) for trial in self.trials]
+        metrics = [
+            name
+            for name in dict.fromkeys((self.row_metric.name, self.metric))
+            if all(name in one for one in known)
+        ]
+        if not metrics:
             return None
         clients = [torch.repeat_interleave(trial.run.fed.rows["test"].cpu()) for trial in alone]
         names = dict.fromkeys(trial.algorithm for trial in self.trials)
@@ -183,8 +189,11 @@ class Comparison:
                 "client": torch.cat(clients).numpy(),
                 "row": torch.cat([trial.tested.cpu() for trial in alone]).numpy(),
                 **{
-                    name: torch.cat([trial.run.test_rows[metric] for trial in self.of(name)]).numpy()
+                    f"{name}/{metric}": torch.cat(
+                        [trial.run.test_rows[metric] for trial in self.of(name)]
+                    ).numpy()
                     for name in names
+                    for metric in metrics
                 },
             }
         )
@@ -226,6 +235,7 @@ def compare(
     folds: int | None = None,
     seed: int = 0,
     refit: str = "validation",
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
     **table: Any,
 ) -> Comparison:
     """Train alone, one model for all, fine-tuned, and the methods asked for; report per-client test metrics.
@@ -262,6 +272,8 @@ def compare(
     refit
         What the model that validation prefers is trained on again before it is written to `out`: 'validation' for
         training and validation rows, 'all' for all rows, 'none'.
+    settings
+        Hyperparameters by method that are given rather than tuned, such as {'ditto': {'lam': 0.3}}.
     **table
         Options of `Federation.from_table`.
 
@@ -282,7 +294,7 @@ def compare(
         raise SettingError(f"seeds, rounds and budget must be at least 1 (got {seeds}, {rounds}, {budget})")
     if isinstance(metric, str):
         find_metric(metric)
-    field_ = entrants(algorithms, budget)
+    field_ = entrants(algorithms, budget, settings)
     if out is not None:
         RunFolder.require_free(Path(out))
     whole = federation(source, client, target, seed, table)
@@ -315,8 +327,8 @@ def compare(
     )
     comparison.rows += [_row(entrant.name, comparison) for entrant in field_]
     if out is not None:
-        settings = {"seeds": seeds, "folds": folds, "rounds": rounds, "budget": budget, "refit": refit}
-        _save(Path(out), comparison, whole, settings)
+        plan = {"seeds": seeds, "folds": folds, "rounds": rounds, "budget": budget, "refit": refit}
+        _save(Path(out), comparison, whole, plan)
     return comparison
 
 

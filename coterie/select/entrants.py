@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm, find
@@ -30,9 +31,9 @@ class Tuned:
     and Talwalkar, 2016).
     """
 
-    def __init__(self, method: Algorithm, budget: int) -> None:
-        self.name, self.method, self.budget = method.name, method, budget
-        self.settings = candidates(method, budget)
+    def __init__(self, method: Algorithm, budget: int, fixed: Collection[str] = ()) -> None:
+        self.name, self.method = method.name, method
+        self.settings = candidates(method, budget, fixed=fixed)
 
     def cost(self, rounds: int) -> int:
         """Return the rounds that are trained in all."""
@@ -101,19 +102,34 @@ class Raced:
         return choose(fed, rounds, watch=watch, metric=metric).run
 
 
-def entrants(algorithms: Sequence[str | Algorithm], budget: int) -> list[Tuned | Raced]:
-    """Return the baselines and what was asked for, each once; check all names before anything runs."""
+def entrants(
+    algorithms: Sequence[str | Algorithm],
+    budget: int,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Tuned | Raced]:
+    """Return the baselines and what was asked for, each once; check all names before anything runs.
+
+    `settings` are hyperparameters by method that are given, and so not tuned.
+    """
+    given = dict(settings or {})
 
     def entrant(item: str | Algorithm) -> Tuned | Raced:
         if item == AUTO:
+            if given.pop(AUTO, None):
+                raise SettingError("auto chooses settings by itself; give none for it")
             return Raced()
-        return Tuned(item if isinstance(item, Algorithm) else find(item)(), budget)
+        method = item if isinstance(item, Algorithm) else find(item)()
+        fixed = given.pop(method.name, {})
+        return Tuned(method.replace(**fixed), budget, fixed)
 
     asked = [entrant(item) for item in dict.fromkeys(algorithms)]
     known = {method.name for method in asked}
     if len(known) < len(asked):
         raise SettingError(f"one method twice among {[method.name for method in asked]}; give each once")
-    return [*(entrant(name) for name in BASELINES if name not in known), *asked]
+    found = [*(entrant(name) for name in BASELINES if name not in known), *asked]
+    if given:
+        raise SettingError(f"settings for {', '.join(given)}, which is not compared")
+    return found
 
 
 def validation_cost(run: Run, metric: Metric | None) -> float:

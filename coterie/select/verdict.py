@@ -124,6 +124,11 @@ class Verdict:
         return self.judged.called
 
     @property
+    def intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Shrunken gain of every client and the ends of its 95 % interval, [n] each; squared for roots."""
+        return self.judged.estimate, self.judged.low, self.judged.high
+
+    @property
     def improved(self) -> int:
         """Number of clients that are better off with the first model."""
         return int((self.called > 0).sum())
