@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from coterie.train.adapt import Adapted
     from coterie.train.run import Run
 
-LEGEND = "better, worse and gain: against training alone, on the same test rows; bold: chosen by validation"
+LEGEND = "against training alone, on the same test rows; bold: chosen by validation"
 
 OVER_ROWS = {"loss": "log-loss", "auc": "AUC"}  # columns over all rows; the metric itself is "all rows"
 
@@ -33,7 +33,7 @@ Column = tuple[str, list[str]]
 
 
 def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
-    """Return the table of a comparison, or two tables if one would be too wide.
+    """Return the table of a comparison, or three tables if one would be too wide.
 
     Parameters
     ----------
@@ -57,8 +57,9 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     if Console(width=1000).measure(whole).maximum <= width:
         return [whole]
     return [
-        _number_table(title, method, [*quality[:2], *gains], best, LEGEND),
-        _number_table("", method, [*quality[2:], quartiles, *price], best),
+        _number_table(title, method, quality, best),
+        _number_table("", method, gains, best, LEGEND),
+        _number_table("", method, [quartiles, *price], best),
     ]
 
 
@@ -98,7 +99,7 @@ def _gains(comparison: Comparison) -> list[Column]:
     pairs = [(row, row["algorithm"] == "local") for row in rows]
     name = "log-loss" if comparison.row_metric.name == "loss" else comparison.row_metric.name
     return [
-        ("better", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
+        ("clients better", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
         ("worse", ["" if own else f"{row['harmed']:.0f} %" for row, own in pairs]),
         (f"{name} gain, 95 %", ["" if own else _interval(row, show) for row, own in pairs]),
     ]
