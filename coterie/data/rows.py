@@ -151,7 +151,9 @@ class Rows:
         return self._gather(start.unsqueeze(-1) + torch.minimum(slot, (size - 1).clamp(min=0)), weight)
 
     def _gather(self, rows: Tensor, weight: Tensor) -> Batch:
-        flat = rows.flatten()
+        flat = rows.flatten().clamp(
+            max=max(len(self.x) - 1, 0)
+        )  # a last client without rows begins after the end
         if len(self.x) == 0:
             flat = flat[:0]
         x = self.x.index_select(0, flat).view(*rows.shape, *self.x.shape[1:])

@@ -212,7 +212,10 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
             parts += [f"--{name}", _quoted(data[name])]
     for column in data.get("drop", []):
         parts += ["--drop", _quoted(column)]
+    if data.get("split") and list(data["split"]) != [0.6, 0.2, 0.2]:
+        parts += ["--split", ",".join(map(str, data["split"]))]
     parts += ["--rounds", str(plan["rounds"]), "--seed", str(federation["seed"])]
+    parts += ["--refit", plan.get("refit", "none")]
     if plan["select"] != "last":
         parts += ["--select", plan["select"]]
     if "metric" in plan:
