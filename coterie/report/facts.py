@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation", "train")
 MOST_SIBLINGS = 200  # at most this many neighbouring folders are searched for a run that trained alone
 LARGEST_MODELS = 1 << 28  # bytes; larger files of personal models are not read
+
+
+class Price(NamedTuple):
+    """What training cost: rounds, megabytes in both directions together, and seconds."""
+
+    rounds: float
+    megabytes: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class RunFacts:
         Splits or folds over which `scores` is averaged; more than one in a comparison.
     test_rows
         Values of single test rows, where they were recorded.
+    averages
+        Rounds, megabytes and seconds of a method in a comparison, means over its splits; None for a run by itself.
     """
 
     folder: Path
@@ -74,6 +84,7 @@ class RunFacts:
     scores: np.ndarray
     seeds: int = 1
     test_rows: TestRows | None = None
+    averages: Mapping[str, float] | None = None
 
     @property
     def algorithm(self) -> str:
@@ -100,6 +111,30 @@ class RunFacts:
     def deployed_round(self) -> int:
         """Round whose models are deployed."""
         return int(self.result["deployed_round"])
+
+    @property
+    def price(self) -> Price:
+        """Rounds, megabytes and seconds until the deployed models, as every table and sentence tells them."""
+        if self.averages is None:
+            t = self.deployed_round
+            return Price(t, self.megabytes_at(t), float(self.result["seconds"]))
+        mean = self.averages
+        return Price(mean["rounds"], mean["mb_up"] + mean["mb_down"], mean["seconds"])
+
+    @property
+    def trained_on(self) -> list[str]:
+        """Splits whose rows the deployed models have seen."""
+        return list(self.result.get("trained_on", ["train"]))
+
+    @property
+    def race(self) -> Price | None:
+        """Rounds and megabytes of everybody in the race that chose this run; None if a person chose it."""
+        path = self.folder / "choice.json"
+        if not path.exists():
+            return None
+        rows = files.read_json(path)["race"]
+        rounds = sum(row["rounds"] + row["checked_rounds"] for row in rows)
+        return Price(rounds, sum(row["megabytes"] for row in rows), float("nan"))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -262,6 +297,7 @@ def _comparison(path: Path) -> list[RunFacts]:
                 split="test",
                 seeds=seeds,
                 test_rows=tested,
+                averages=row,
             )
         )
     return runs

@@ -170,9 +170,9 @@ def _side_by_side(
                 if verdict is None or gain is None
                 else show_gain(verdict.metric.name, gain.value, unit=False),
                 "interval": interval,
-                "rounds": run.deployed_round,
-                "traffic": size(run.megabytes_at(run.deployed_round)),
-                "seconds": f"{float(run.result['seconds']):.1f}",
+                "rounds": f"{run.price.rounds:.0f}",
+                "traffic": size(run.price.megabytes),
+                "seconds": f"{run.price.seconds:.1f}",
             }
         )
     return rows

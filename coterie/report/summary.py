@@ -66,6 +66,7 @@ def sentences(
         _quality(main),
         *_gain(main, scores, alone),
         _price(main),
+        *_refitted(main),
         *_trouble(main),
         *_others(runs, main),
     ]
@@ -143,14 +144,25 @@ def missing_baseline(run: RunFacts) -> str:
 
 
 def _price(run: RunFacts) -> str:
-    """Say what the run cost in rounds, time and traffic."""
-    traffic = run.megabytes_at(run.deployed_round)
-    rounds = count(run.deployed_round, "round")
+    """Say what the deployed models cost in rounds, time and traffic, and what the race did that chose them."""
+    rounds, traffic, _ = run.price
+    took = f"{rounds:,.0f} round{'' if rounds == 1 else 's'} and {_seconds(run)}"
+    race = run.race
+    chosen = "" if race is None else f" The race that chose them took {race.rounds:,.0f} rounds"
+    if race is not None:
+        chosen += f" and moved {size(race.megabytes)}, theirs included."
     if run.alone or traffic == 0:
-        return f"It took {rounds} and {_seconds(run)}; nothing crossed the network."
+        return f"The models took {took}; nothing crossed the network for them.{chosen}"
     each = traffic / max(1, len(run.names))
-    moved = f"{size(traffic)} over the network ({size(each)} per client)"
-    return f"It took {rounds} and {_seconds(run)}, and moved {moved}."
+    return f"The models took {took}, and moved {size(traffic)} over the network ({size(each)} per client).{chosen}"
+
+
+def _refitted(run: RunFacts) -> list[str]:
+    """Say which rows the deployed models have seen, where that is not the training rows alone."""
+    if run.trained_on == ["train"]:
+        return []
+    rows = "all rows, test rows included" if "test" in run.trained_on else "training and validation rows"
+    return [f"Then the models were trained again on {rows}; the scores on this page are from before."]
 
 
 def _trouble(run: RunFacts) -> list[str]:
@@ -171,7 +183,7 @@ def _trouble(run: RunFacts) -> list[str]:
 
 def _seconds(run: RunFacts) -> str:
     """Format the duration of the run."""
-    seconds = float(run.result["seconds"])
+    seconds = run.price.seconds
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} hours"
     return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"

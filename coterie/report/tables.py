@@ -208,6 +208,9 @@ def run_summary(run: Run) -> dict[str, Any]:
         "mean": _finite(_mean(run, split, metric, scores)),
         "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
         "observed": {name: _finite(value) for name, value in _observed(run).items()},
+        "trained_on": list(run.trained_on),
+        "mb_up": run.traffic()[0],
+        "mb_down": run.traffic()[1],
         "seconds": run.seconds,
         "folder": str(run.folder) if run.folder is not None else None,
     }
@@ -248,6 +251,9 @@ def run_notes(run: Run) -> list[str]:
             f"{len(missed)} replies, from round {missed[0][0]} on, did not come or could not be used "
             f"({some(dict.fromkeys(name for _, name in missed))})."
         )
+    if run.refit != "none":
+        rows = "all rows" if run.refit == "all" else "training and validation rows"
+        notes.append(f"The models were trained again on {rows}; the scores are from before.")
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because no client replied.")
     seen = _observed(run)

@@ -80,7 +80,9 @@ def test_without_a_run_alone_it_says_what_is_missing(tmp_path: Path, command: Co
     missing = command_shown[0].replace("FOLDER", str(tmp_path / "alone")).split()[1:]
     assert command(*missing).code == 0
     page = contents([tmp_path / "ditto" / "run", tmp_path / "alone"])
-    assert "No difference between ditto and training alone is certain" in " ".join(page["summary"])
+    said = " ".join(page["summary"])
+    assert "Ditto is worse than training alone for these clients: the log-loss rises by" in said
+    assert "trained again on training and validation rows" in said
 
 
 def test_the_command_to_repeat_gives_the_same_models(tmp_path: Path, command: Command) -> None:
