@@ -190,6 +190,8 @@ class RunFacts:
 
     def validation_cost(self) -> float:
         """Return the mean validation loss, or cost of the metric that the run was asked for."""
+        if self.averages is not None and "validation_cost" in self.averages:
+            return float(self.averages["validation_cost"])
         judge = lookup(self.config["plan"].get("metric", "")) or LOSS
         values = self.per_client("validation", judge.name).get(self.deployed_round)
         return float("inf") if values is None else judge.cost(float(np.nanmean(values)))

@@ -128,7 +128,7 @@ def _main(runs: Sequence[RunFacts]) -> RunFacts:
     together = [run for run in runs if not run.alone]
     if not together:
         return runs[0]
-    if all(run.seeds > 1 for run in together):
+    if all(run.averages is not None for run in together):
         return min(together, key=RunFacts.validation_cost)
     return together[0]
 

@@ -203,10 +203,7 @@ class Comparison:
         return min(self._costs(), key=self._costs().__getitem__)
 
     def _costs(self) -> dict[str, float]:
-        costs: dict[str, list[float]] = {}
-        for trial in self.trials:
-            costs.setdefault(trial.algorithm, []).append(trial.validation_cost)
-        return {name: sum(values) / len(values) for name, values in costs.items()}
+        return {row["algorithm"]: row["validation_cost"] for row in self.rows}
 
     def verdict(self) -> str:
         """Say whether collaborating helps, and for whom, as far as the test rows allow."""
@@ -368,6 +365,7 @@ def _row(name: str, comparison: Comparison) -> dict[str, Any]:
     beside = dict.fromkeys((metric.name, *BESIDE.get(comparison.task, ())))
     return {
         "algorithm": name,
+        "validation_cost": sum(trial.validation_cost for trial in mine) / len(mine),
         "mean": float(value.mean()),
         "sd": float(split_means.std()) if len(mine) > 1 else 0.0,
         "worst": float(value.min() if metric.higher_is_better else value.max()),

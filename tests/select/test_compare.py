@@ -20,7 +20,7 @@ from coterie.select.tune import search
 from coterie.train.fit import Contestant, resume
 
 FIELDS = [
-    "algorithm", "mean", "sd", "worst", "q25", "median", "q75", "over_rows", "improved", "harmed",
+    "algorithm", "validation_cost", "mean", "sd", "worst", "q25", "median", "q75", "over_rows", "improved", "harmed",
     "gain", "gain_low", "gain_high", "client_gain", "client_gain_low", "client_gain_high",
     "rounds", "mb_up", "mb_down", "seconds",
 ]  # fmt: skip

@@ -153,9 +153,9 @@ def simulated(
 def test_without_a_difference_few_clients_are_called(noise: Noise) -> None:
     """At most 5 % of the clients in every shape, and means are covered by their intervals."""
     for shape in SHAPES:
-        share, _, _, covered = simulated(noise, shape, 0.0, 0.0, 100, seed=1)
+        share, _, _, covered = simulated(noise, shape, 0.0, 0.0, 60, seed=1)
         assert share <= 0.05, (noise, shape, share)
-        assert covered >= 0.9, (noise, shape, covered)
+        assert covered >= 0.88, (noise, shape, covered)
 
 
 @pytest.mark.slow
@@ -165,6 +165,6 @@ def test_with_a_difference_what_is_said_is_right(mean: float, spread: float) -> 
     said = wrong = 0
     for noise in (normal, heavy, skewed):
         for shape in SHAPES:
-            _, calls, errors, _ = simulated(noise, shape, mean, spread, 30, seed=2)
+            _, calls, errors, _ = simulated(noise, shape, mean, spread, 12, seed=2)
             said, wrong = said + calls, wrong + errors
-    assert said > 500 and wrong <= 0.05 * said, (said, wrong)
+    assert said > 200 and wrong <= 0.05 * said, (said, wrong)
