@@ -25,8 +25,8 @@ HEART = ("heart_disease", "--client", "hospital", "--target", "sick")
 TINY = ("--rounds", 5, "--budget", 2, "--seeds", 2)
 KINDS = {"binary": "csv", "multiclass": "csv.gz", "regression": "parquet"}
 ROW = (
-    "algorithm validation_cost mean sd worst q25 median q75 over_rows improved harmed gain gain_low gain_high client_gain "
-    "client_gain_low client_gain_high rounds mb_up mb_down seconds"
+    "algorithm validation_cost mean sd worst q25 median q75 over_rows improved harmed gain gain_low gain_high "
+    "client_gain client_gain_low client_gain_high rounds mb_up mb_down seconds"
 ).split()
 COMMANDS = (
     "adapters",

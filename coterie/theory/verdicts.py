@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie._core.errors import DataError
+from coterie._core.errors import DataError, SettingError
 
 SURE = 0.975  # posterior probability of a sign that is said: 5 % in both directions together
 CLEAR_ROWS = 20  # rows of a client from which on a difference may be called clear
@@ -233,6 +233,35 @@ def judge(evidence: Evidence) -> Verdicts:
         _mean(difference, variance, freedom, np.full(len(rows), 1 / len(rows)), evidence.pooled_freedom),
         spread,
     )
+
+
+def guarded(verdicts: Verdicts, doubt: float = 0.2) -> np.ndarray:
+    """Return the clients that should keep the second model, because held-out evidence speaks against the first.
+
+    Judge on validation rows, which no model was trained on, and score what clients then deploy on test rows.
+
+    Parameters
+    ----------
+    verdicts
+        What `judge` returned for a collaborative model and the client's own.
+    doubt
+        A client keeps its own model if the collaborative one is better with at most this probability.
+
+    Returns
+    -------
+    numpy.ndarray
+        True for clients that keep their own model, bool [n]; False where nothing is known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> gains = np.random.default_rng(0).normal(size=(3, 50)) + np.array([[1.0], [1.0], [-1.0]])
+    >>> guarded(judge(Evidence.of_rows(gains.ravel(), np.repeat(np.arange(3), 50), 3)))
+    array([False, False,  True])
+    """
+    if not 0 <= doubt <= 0.5:
+        raise SettingError(f"doubt is {doubt}; it is a probability from 0 to 0.5")
+    return np.asarray(np.nan_to_num(verdicts.better, nan=1.0) <= doubt)
 
 
 def _called(better: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from coterie._core.errors import DataError
-from coterie.theory.verdicts import SPREADS, Evidence, judge
+from coterie._core.errors import DataError, SettingError
+from coterie.theory.verdicts import SPREADS, Evidence, guarded, judge
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -168,3 +168,40 @@ def test_with_a_difference_what_is_said_is_right(mean: float, spread: float) -> 
             _, calls, errors, _ = simulated(noise, shape, mean, spread, 12, seed=2)
             said, wrong = said + calls, wrong + errors
     assert said > 200 and wrong <= 0.05 * said, (said, wrong)
+
+
+def deployed(rows: int, mean: float, lone: float, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return true gains of 30 clients, of which three gain `lone`, who is one of the three, and who keeps its own."""
+    draw = np.random.default_rng(seed)
+    odd = np.arange(30) < 3
+    true = np.where(odd, lone, mean + 0.1 * draw.normal(size=30))
+    client = np.repeat(np.arange(30), rows)
+    found = judge(Evidence.of_rows(true[client] + draw.normal(size=len(client)), client, 30))
+    return true, odd, guarded(found)
+
+
+def test_a_guard_saves_who_is_harmed_and_costs_the_others_little() -> None:
+    """Three of 30 clients lose a row deviation: 20 rows save them, and 97 % of the gain of the others stays."""
+    saved, kept, whole = [], 0.0, 0.0
+    for seed in range(20):
+        true, odd, own = deployed(20, 0.3, -1.0, seed)
+        saved.append(own[odd].mean())
+        kept, whole = kept + true[~odd & ~own].sum(), whole + true[~odd].sum()
+    assert np.mean(saved) > 0.9 and kept > 0.97 * whole
+    unknown = judge(Evidence.of_rows(np.ones(30), np.zeros(30, dtype=int), 2))
+    assert guarded(unknown).tolist() == [False, False]
+    with pytest.raises(SettingError, match=r"doubt is 0\.7"):
+        guarded(unknown, 0.7)
+
+
+@pytest.mark.slow
+def test_what_a_guard_lets_through_is_within_noise() -> None:
+    """The harm that is left is below two standard errors of the rows that decided, for all but 2 % of the clients."""
+    for rows in (5, 20, 80):
+        left, count = 0, 0
+        for lone in (-0.2, -0.5, -1.0, -2.0):
+            for seed in range(20):
+                true, _, own = deployed(rows, 0.2, lone, seed)
+                left += int((~own & (true < -2 / rows**0.5)).sum())
+                count += 30
+        assert left <= 0.02 * count, (rows, left, count)
