@@ -25,7 +25,8 @@ HEART = ("heart_disease", "--client", "hospital", "--target", "sick")
 TINY = ("--rounds", 5, "--budget", 2, "--seeds", 2)
 KINDS = {"binary": "csv", "multiclass": "csv.gz", "regression": "parquet"}
 ROW = (
-    "algorithm mean sd worst q25 median q75 improved harmed gain_low gain_high rounds mb_up mb_down seconds"
+    "algorithm validation_cost mean sd worst q25 median q75 over_rows improved harmed gain gain_low gain_high "
+    "client_gain client_gain_low client_gain_high rounds mb_up mb_down seconds"
 ).split()
 COMMANDS = (
     "demo",
@@ -106,7 +107,7 @@ def heart(command: Command, tmp_path_factory: pytest.TempPathFactory) -> tuple[O
 class TestCompare:
     def test_json(self, heart: tuple[Outcome, Any]) -> None:
         _, result = heart
-        assert list(result) == ["metric", "clients", "rows"]
+        assert list(result) == "metric gains clients folds seeds chosen verdict rows".split()
         assert result["metric"] == "accuracy (higher is better)"
         assert result["clients"] == 4
         assert [row["algorithm"] for row in result["rows"]] == ["local", "fedavg", "fine-tuned", "ditto"]

@@ -392,16 +392,13 @@ def _from_text(algorithm: str, name: str, text: str, kind: Any) -> Any:
         if text.lower() in ("true", "yes", "1", "false", "no", "0"):
             return text.lower() in ("true", "yes", "1")
         raise SettingError(f"{algorithm}: {name} = {text!r} is not true or false")
-    if text.startswith("[") and "tuple" in str(kind):
-        try:
-            return tuple(float(part) for part in text.strip("[]").split(","))
-        except ValueError:
-            raise SettingError(f"{algorithm}: {name} = {text!r} is not a list such as [0.5,1,2]") from None
     for convert in (int, float) if kind is not int else (int,):
         try:
             return convert(text)
         except ValueError:
             continue
+    if "tuple" in str(kind) and ("," in text or text.startswith("[")):
+        return _numbers(algorithm, name, text)
     if "str" in str(kind):
         return text
     if "None" in str(kind) and text.lower() == "none":
@@ -413,6 +410,16 @@ def _plain(value: Any) -> Any:
     """Return numbers of numpy and torch as Python's, and lists and arrays of numbers as tuples."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(_plain(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _numbers(algorithm: str, name: str, text: str) -> tuple[float, ...]:
+    """Return a list of numbers such as [0.5, 1, 2], with or without brackets."""
+    try:
+        return tuple(float(part) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
+    except ValueError:
+        raise SettingError(
+            f"{algorithm}: {name} = {text!r} is not a list such as [0.5,1,2]"
+        ) from None
 
 
 def _check(algorithm: str, field: dataclasses.Field[Any], value: Any) -> None:

@@ -72,6 +72,28 @@ DeviceOption = Annotated[
     str,
     typer.Option("--device", metavar="NAME", help="where to compute: cpu, cuda, or auto for a GPU if any"),
 ]
+SplitOption = Annotated[
+    str,
+    typer.Option(
+        "--split", metavar="A,B,C", help="shares of training, validation and test rows, such as 0.6,0.2,0.2"
+    ),
+]
+FoldsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--folds",
+        metavar="K",
+        help="test every row once, in K folds; 1: one split. By default 5 where clients have few rows",
+    ),
+]
+RefitOption = Annotated[
+    str,
+    typer.Option(
+        "--refit",
+        metavar="ROWS",
+        help="after choosing, train again on 'validation' (with training rows) or 'all' rows, or 'none'",
+    ),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 
@@ -94,6 +116,30 @@ def require_place(path: Path | None, other_than: str | Path = "") -> None:
     if path.exists() and other_than and path.samefile(other_than):
         raise SettingError(f"{path} is the table itself; name another file to write")
     files.require_writable(path)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Parse the value of `--split`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise SettingError(f"--split {text!r}: write three shares, such as 0.6,0.2,0.2") from None
+
+
+def named_assignments(pairs: list[str], names: list[str]) -> dict[str, dict[str, str]]:
+    """Parse the values of `--set` for several methods, each of the form method.name=value."""
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for pair in pairs:
+        method, dot, rest = pair.strip().partition(".")
+        if not dot or "=" in method:
+            raise SettingError(f"--set {pair!r}: write method.name=value, for example --set ditto.lam=0.3")
+        if method not in found:
+            raise SettingError(f"--set {pair!r}: no method {method!r} here.{nearest(method, names)}")
+        setting = assignments([rest])
+        if found[method].keys() & setting.keys():
+            raise SettingError(f"--set {pair!r}: it is set twice; set it once")
+        found[method] |= setting
+    return found
 
 
 def assignments(pairs: list[str]) -> dict[str, str]:

@@ -19,22 +19,27 @@ from coterie.cli.arguments import (
     ClusterOption,
     DeviceOption,
     DropOption,
+    FoldsOption,
     JsonOption,
     KeepOption,
     L2Option,
     MetricOption,
     ModelOption,
+    RefitOption,
     RoundsOption,
     RunArgument,
     SeedOption,
     SetOption,
+    SplitOption,
     StateMemoryOption,
     TableArgument,
     TargetOption,
     TaskOption,
     assignments,
     find_table,
+    named_assignments,
     require_place,
+    shares,
     truth,
     write_json,
 )
@@ -45,12 +50,15 @@ from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
 from coterie.select.auto import ChosenRun
 from coterie.select.compare import compare as run_comparison
+from coterie.select.entrants import BASELINES
 from coterie.select.fit import fit as train
 from coterie.select.plan import rounds_within_budget
 from coterie.select.tune import search_table
 from coterie.train.adapters import keep_adapters
 from coterie.train.fit import resume as go_on
 from coterie.train.run import Run
+
+SPLIT_TEXT = "0.6,0.2,0.2"
 
 
 def compare(
@@ -62,7 +70,17 @@ def compare(
     algorithms: Annotated[
         str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
     ] = "ditto",
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits and repetitions")] = 3,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="METHOD.NAME=VALUE", help="hyperparameter of a method, such as ditto.lam=0.3"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits of the rows")] = 1,
+    folds: FoldsOption = None,
+    split: SplitOption = SPLIT_TEXT,
+    seed: SeedOption = 0,
+    refit: RefitOption = "validation",
     rounds: RoundsOption = 100,
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
@@ -77,7 +95,8 @@ def compare(
 ) -> None:
     """Compare methods on your table, client by client, and say whether collaborating helps."""
     require_place(json)
-    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in algorithms.split(",") if name.strip()))
+    given = named_assignments(settings or [], [*BASELINES, *names])
     with console.progress() as watch:
         comparison = run_comparison(
             find_table(table),
@@ -87,8 +106,13 @@ def compare(
             task=task,
             drop=drop or (),
             keep=keep or (),
-            algorithms=list(dict.fromkeys(names)),
+            algorithms=names,
+            settings={name: values for name, values in given.items() if values},
             seeds=seeds,
+            folds=folds,
+            split=shares(split),
+            seed=seed,
+            refit=refit,
             rounds=rounds,
             budget=budget,
             out=out,
@@ -118,6 +142,8 @@ def fit(
     task: TaskOption = None,
     rounds: RoundsOption = 100,
     seed: SeedOption = 0,
+    split: SplitOption = SPLIT_TEXT,
+    refit: RefitOption = "validation",
     drop: DropOption = None,
     keep: KeepOption = None,
     dropout: Annotated[
@@ -159,6 +185,7 @@ def fit(
         task=task,
         drop=drop or (),
         keep=keep or (),
+        split=shares(split),
         seed=seed,
         dropout=dropout,
         l2=l2,
@@ -182,6 +209,7 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
+            refit=refit,
         )
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())
@@ -292,6 +320,7 @@ def tune(
     drop: DropOption = None,
     keep: KeepOption = None,
     seed: SeedOption = 0,
+    split: SplitOption = SPLIT_TEXT,
     json: JsonOption = None,
 ) -> None:
     """Search a method's settings on validation rows with Optuna: pruned, resumable, in parallel.
@@ -309,6 +338,7 @@ def tune(
         "task": task,
         "drop": tuple(drop or ()),
         "keep": tuple(keep or ()),
+        "split": shares(split),
         "seed": seed,
         "model": model,
         "device": device,

@@ -153,7 +153,9 @@ class Rows:
         return self._gather(rows.clamp(max=max(0, len(self.x) - 1)), weight)
 
     def _gather(self, rows: Tensor, weight: Tensor) -> Batch:
-        flat = rows.flatten()
+        flat = rows.flatten().clamp(
+            max=max(len(self.x) - 1, 0)
+        )  # a last client without rows begins after the end
         if len(self.x) == 0:
             flat = flat[:0]
         x = self.x.index_select(0, flat).view(*rows.shape, *self.x.shape[1:])

@@ -24,7 +24,7 @@ from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
 from coterie.models.base import Model
-from coterie.models.metrics import LOSS, Metric, main_metric
+from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 
 
 class Federation:
@@ -298,6 +298,20 @@ class Federation:
         return {
             metric.name: self._unit(metric) * float(metric.pooled(sums[metric.name], sums["rows"]))
             for metric in asked
+        }
+
+    def row_values(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, Tensor]:
+        """Return the value of every row [rows] in metrics that are means over rows, squared for roots of means.
+
+        Others are left out; the result is empty where rows are not visible here, or are whole texts.
+        """
+        if not self.runtime.capabilities.rows_visible or self.model.task == "language":
+            return {}
+        means = [metric for metric in self._asked(metrics) if metric.is_mean]
+        values = row_values(self.model, models, self.runtime.rows(split), means)
+        power = {metric.name: 2 if metric.is_root else 1 for metric in means}
+        return {
+            metric.name: self._unit(metric) ** power[metric.name] * values[metric.name] for metric in means
         }
 
     def _asked(self, metrics: Sequence[Metric]) -> list[Metric]:

@@ -19,7 +19,7 @@ from coterie.report.board import Quality, client_column, tiles
 from coterie.report.client_pages import client_pages
 from coterie.report.differences import heterogeneity
 from coterie.report.facts import RunFacts, read_runs, with_baseline
-from coterie.report.gains import VERDICTS, Scores, mean_gain, scores
+from coterie.report.gains import VERDICTS, Scores, scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import Panel, numbers
 from coterie.report.pdf import find_browser, print_page
@@ -134,7 +134,7 @@ def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0
     panels += [panel for _, _, group in maps for panel in group]
     return {
         "title": _title(runs, main),
-        "headline": summary.headline(main, alone, mean_gain(main_scores.gain)),
+        "headline": summary.headline(main, alone, main_scores.verdict),
         "summary": summary.sentences(runs, all_scores, main, alone),
         "glossary": summary.GLOSSARY,
         "main": main,
@@ -148,6 +148,7 @@ def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0
         "client_column": client_column(main),
         "maps": maps,
         "verdicts": VERDICTS,
+        "gain_unit": "" if main_scores.verdict is None else f" in {main_scores.verdict.title}",
         "direction": charts.direction(main),
         "percent": find(main.metric).percent,
         "repeat": [_repeat(run) for run in runs],
@@ -160,7 +161,7 @@ def _main(runs: Sequence[RunFacts]) -> RunFacts:
     together = [run for run in runs if not run.alone]
     if not together:
         return runs[0]
-    if all(run.seeds > 1 for run in together):
+    if all(run.averages is not None for run in together):
         return min(together, key=RunFacts.validation_cost)
     return together[0]
 
@@ -178,14 +179,16 @@ def _side_by_side(
     """Return a row for each run: quality, who gained and lost, and cost."""
     rows = []
     for run, one in zip(runs, all_scores, strict=True):
-        gain = mean_gain(one.gain)
+        verdict = None if run.alone else one.verdict
+        gain = None if verdict is None else verdict.by_rows
         values = run.scores[~np.isnan(run.scores)]
         low, high = (values.min(), values.max()) if len(values) else (np.nan, np.nan)
         interval = (
             ""
-            if gain is None or gain.low is None or gain.high is None
+            if verdict is None or gain is None or gain.low is None or gain.high is None
             else (
-                f"{show_gain(run.metric, gain.low, unit=False)} to {show_gain(run.metric, gain.high, unit=False)}"
+                f"{show_gain(verdict.metric.name, gain.low, unit=False)} to "
+                f"{show_gain(verdict.metric.name, gain.high, unit=False)}"
             )
         )
         rows.append(
@@ -194,13 +197,15 @@ def _side_by_side(
                 "main": run is main,
                 "mean": show(run.metric, float(values.mean())),
                 "worst": show(run.metric, float(low if find(run.metric).higher_is_better else high)),
-                "improved": "" if gain is None else f"{gain.improved:,}",
-                "harmed": "" if gain is None else f"{gain.harmed:,}",
-                "gain": "" if gain is None else show_gain(run.metric, gain.mean, unit=False),
+                "improved": "" if verdict is None else f"{verdict.improved:,}",
+                "harmed": "" if verdict is None else f"{verdict.harmed:,}",
+                "gain": ""
+                if verdict is None or gain is None
+                else show_gain(verdict.metric.name, gain.value, unit=False),
                 "interval": interval,
-                "rounds": run.deployed_round,
-                "traffic": size(run.megabytes_at(run.deployed_round)),
-                "seconds": f"{float(run.result['seconds']):.1f}",
+                "rounds": f"{run.price.rounds:.0f}",
+                "traffic": size(run.price.megabytes),
+                "seconds": f"{run.price.seconds:.1f}",
             }
         )
     return rows

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from coterie.train.adapt import Adapted
     from coterie.train.run import Run
 
-LEGEND = "improved, harmed and gain are relative to local; bold: chosen by validation"
+LEGEND = "against training alone, on the same test rows; bold: chosen by validation"
+
+OVER_ROWS = {"loss": "log-loss", "auc": "AUC"}  # columns over all rows; the metric itself is "all rows"
 
 Column = tuple[str, list[str]]
 
 
 def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
-    """Return the table of a comparison, or two tables if one would be too wide.
+    """Return the table of a comparison, or three tables if one would be too wide.
 
     Parameters
     ----------
@@ -46,14 +48,17 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         A row per method: quality, clients improved and harmed, and cost.
     """
     title = f"Test {comparison.metric} over {comparison.clients} clients ({direction(comparison.metric)})"
+    if comparison.folds > 1:
+        title += f", every row tested once in {comparison.folds} folds"
     method: Column = ("method", [row["algorithm"] for row in comparison.rows])
-    quality, quartiles, price = _quality(comparison), _quartiles(comparison), _price(comparison.rows)
-    best = method[1].index(comparison.chosen())
-    whole = _number_table(title, method, [*quality[:2], quartiles, *quality[2:], *price], best, LEGEND)
+    quality, gains, price = _quality(comparison), _gains(comparison), _price(comparison.rows)
+    quartiles, best = _quartiles(comparison), method[1].index(comparison.chosen())
+    whole = _number_table(title, method, [*quality, quartiles, *gains, *price], best, LEGEND)
     if Console(width=1000).measure(whole).maximum <= width:
         return [whole]
     return [
-        _number_table(title, method, quality, best, LEGEND),
+        _number_table(title, method, quality, best),
+        _number_table("", method, gains, best, LEGEND),
         _number_table("", method, [quartiles, *price], best),
     ]
 
@@ -64,17 +69,46 @@ def direction(metric: str) -> str:
 
 
 def _quality(comparison: Comparison) -> list[Column]:
-    """Return the columns about the metric and the gain over training alone."""
+    """Return the columns about the metrics: means over clients, and over the rows of all of them."""
     rows, show = comparison.rows, _format(comparison)
-    alone = [row["algorithm"] == "local" for row in rows]
-    pairs = list(zip(rows, alone, strict=True))
-    return [
-        ("mean ± sd", [f"{show(row['mean'])} ± {show(row['sd'])}" for row in rows]),
-        ("worst", [show(row["worst"]) for row in rows]),
-        ("improved", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
-        ("harmed", ["" if own else f"{row['harmed']:.0f} %" for row, own in pairs]),
-        ("gain, 95 %", ["" if own else _interval(row, show) for row, own in pairs]),
+    sd = len({trial.seed for trial in comparison.trials}) > 1
+    spread = [f" ± {show(row['sd'])}" if sd else "" for row in rows]
+    beside = [
+        (OVER_ROWS.get(name, "all rows"), [_optional(row["over_rows"][name]) for row in rows])
+        for name in rows[0]["over_rows"]
     ]
+    return [
+        (
+            "mean ± sd" if sd else "mean",
+            [show(row["mean"]) + off for row, off in zip(rows, spread, strict=True)],
+        ),
+        ("worst", [show(row["worst"]) for row in rows]),
+        *beside,
+    ]
+
+
+def _optional(value: float | None) -> str:
+    """Format a value over all rows; empty if it is not defined."""
+    return "" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def _gains(comparison: Comparison) -> list[Column]:
+    """Return the columns about the gain over training alone, by paired rows."""
+    rows = comparison.rows
+    show = _Decimals.for_metric(comparison.row_metric.name, _ends(rows))
+    pairs = [(row, row["algorithm"] == "local") for row in rows]
+    name = "log-loss" if comparison.row_metric.name == "loss" else comparison.row_metric.name
+    return [
+        ("clients better", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
+        ("worse", ["" if own else f"{row['harmed']:.0f} %" for row, own in pairs]),
+        (f"{name} gain, 95 %", ["" if own else _interval(row, show) for row, own in pairs]),
+    ]
+
+
+def _ends(rows: list[dict[str, Any]]) -> list[float]:
+    """Return the ends of all intervals."""
+    ends = [row[end] for row in rows for end in ("gain_low", "gain_high")]
+    return [10 * abs(end) for end in ends if end]
 
 
 def _interval(row: dict[str, Any], show: _Decimals) -> str:
@@ -174,6 +208,9 @@ def run_summary(run: Run) -> dict[str, Any]:
         "mean": _finite(_mean(run, split, metric, scores)),
         "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
         "observed": {name: _finite(value) for name, value in _observed(run).items()},
+        "trained_on": list(run.trained_on),
+        "mb_up": run.traffic()[0],
+        "mb_down": run.traffic()[1],
         "seconds": run.seconds,
         "folder": str(run.folder) if run.folder is not None else None,
     }
@@ -214,6 +251,9 @@ def run_notes(run: Run) -> list[str]:
             f"{len(missed)} replies, from round {missed[0][0]} on, did not come or could not be used "
             f"({some(dict.fromkeys(name for _, name in missed))})."
         )
+    if run.refit != "none":
+        rows = "all rows" if run.refit == "all" else "training and validation rows"
+        notes.append(f"The models were trained again on {rows}; the scores are from before.")
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because no client replied.")
     seen = _observed(run)

@@ -22,6 +22,8 @@ from coterie.select.advise import advise
 from coterie.select.auto_explain import reasons
 from coterie.select.auto_race import Entrant, Race, Watch, cost, every
 from coterie.select.grid import candidates
+from coterie.train.fit import refit as train_again
+from coterie.train.fit import refit_plan
 from coterie.train.folder import RunFolder
 from coterie.train.run import Run, metric_plan
 from coterie.train.save import save_run
@@ -146,12 +148,15 @@ def fit_chosen(
     score_test: bool = True,
     watch: Callable[[int, int], None] | None = None,
     metrics: Sequence[str | Metric] = (),
+    refit: str = "none",
     **options: Any,
 ) -> ChosenRun:
     """Return the run that won the race, saved like any other where `out` is given, with choice.json beside it.
 
-    `metrics` are recorded for the winner's test rows; `options` are those of `choose`.
+    `metrics` are recorded for the winner's test rows; it is trained again on more rows as `refit` says; `options` are
+    those of `choose`.
     """
+    refit_plan(fed, refit)
     further = [resolve(metric, fed.model.task) for metric in metrics]
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -161,6 +166,7 @@ def fit_chosen(
     run.further = tuple(dict.fromkeys([*run.further, *further]))
     if score_test and fed.has_rows("test"):
         run.score_test()
+    train_again(run, refit)
     if out is not None:
         save(choice, Path(out))
     return ChosenRun(**vars(run), choice=choice)
@@ -171,6 +177,7 @@ def save(choice: Choice, out: Path) -> None:
     run = choice.run
     plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
+    plan |= refit_plan(run.fed, run.refit)
     folder = RunFolder.create(out, run.fed, run.algorithm, plan)
     files.write_json(out / "choice.json", choice.json())
     save_run(folder, run)

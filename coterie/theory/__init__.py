@@ -9,4 +9,5 @@
 - `collaboration`, `simplex`, `sketch`, `groups`: weights between clients, projections, sums by cluster.
 - `flix`, `flix_rounds`: constants and step sizes of FLIX; its rates, rounds and budgets.
 - `held_out`, `left_out`: errors predicted from training rows alone, for the advisor.
+- `verdicts`: which of two models is better for whom, by paired losses; a guard for clients that would be harmed.
 """

@@ -19,6 +19,7 @@ from coterie._core.errors import Diverged, NobodyAnswered, RunError, SettingErro
 from coterie._core.threads import helped
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
+from coterie.engine.resplit import merged
 from coterie.models.metrics import LOSS, Metric, find, resolve
 from coterie.train import checkpoint
 from coterie.train.checkpoint import Best, Clock, Progress
@@ -26,7 +27,7 @@ from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ah
 from coterie.train.divergence import require_convergence
 from coterie.train.folder import RunFolder
 from coterie.train.history import History, mean_over_clients
-from coterie.train.run import Run, metric_plan
+from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
 from coterie.train.track import Tracker, tracker
 
@@ -51,6 +52,7 @@ def fit(
     state_memory: float | None = None,
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
+    refit: str = "none",
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -81,6 +83,9 @@ def fit(
         What `select="best"` goes by instead of the loss, and what reports show.
     metrics
         Further metrics to record.
+    refit
+        'validation' trains the deployed models again, for as many rounds, on training and validation rows together,
+        'all' on test rows too. Scores stay those of the models before.
     state_memory
         Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
 
@@ -116,6 +121,7 @@ def fit(
         "score_test": score_test,
         "checkpoint_every": checkpoint_every or 0,
         **metric_plan(chosen, further),
+        **refit_plan(fed, refit),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -136,9 +142,10 @@ def fit(
             if folder is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        if follower is not None:
-            follower.end(run)
-        return run
+    _complete(run, plan, folder)
+    if follower is not None:
+        follower.end(run)
+    return run
 
 
 def _further(plan: dict[str, Any]) -> list[Metric]:
@@ -231,12 +238,13 @@ def resume(
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
         progress = progress or _begin(fed, algorithm, plan)
-        if folder.finished():
-            run = _train(fed, algorithm, progress, plan, None, watch, started)
-            run.folder = folder.path
-            return run
-        folder.sweep()
-        return _train(fed, algorithm, progress, plan, folder, watch, started)
+        finished = folder.finished()
+        if not finished:
+            folder.sweep()
+        run = _train(fed, algorithm, progress, plan, None if finished else folder, watch, started)
+    _complete(run, plan, None if finished else folder)
+    run.folder = folder.path
+    return run
 
 
 class Contestant:
@@ -260,7 +268,7 @@ class Contestant:
         evaluate_every: int,
         metric: Metric | None = None,
     ) -> None:
-        self.algorithm, self.started = algorithm, time.perf_counter()
+        self.algorithm, self.seconds = algorithm, 0.0
         self.plan = {
             "rounds": rounds,
             "evaluate_every": evaluate_every,
@@ -270,12 +278,12 @@ class Contestant:
             **metric_plan(None if metric is None else metric.name, ()),
         }
         self.fed = fed.fresh()
-        with _threads(self.fed, algorithm):
+        with self._working():
             self.progress = _begin(self.fed, algorithm, self.plan)
 
     def advance(self, until: int, watch: Watch | None = None) -> None:
         """Train until a round; the last round of all is scored like those before it."""
-        with _threads(self.fed, self.algorithm):
+        with self._working():
             _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
             if self.progress.round == self.plan["rounds"]:
                 _score_end(self.fed, self.algorithm, self.progress, self.plan)
@@ -303,13 +311,22 @@ class Contestant:
 
     def megabytes(self) -> float:
         """Return what was sent up and down so far, evaluation not counted."""
-        counts = [counts for entry, counts in self.fed.ledger.entries.items() if entry.kind != "evaluate"]
-        return sum(count[2] + count[5] for count in counts) / 1e6
+        return sum(self.fed.ledger.megabytes_until(self.progress.round))
 
     def finish(self) -> Run:
         """Deploy the best round and return the run."""
+        with self._working():
+            run = _finish(self.fed, self.algorithm, self.progress, self.plan, time.perf_counter())
+        run.seconds = self.seconds
+        return run
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Choose threads, and count the time of the block: a contestant waits while others train."""
+        started = time.perf_counter()
         with _threads(self.fed, self.algorithm):
-            return _finish(self.fed, self.algorithm, self.progress, self.plan, None, self.started)
+            yield
+        self.seconds += time.perf_counter() - started
 
 
 @contextmanager
@@ -345,7 +362,7 @@ def _train(
     started: float,
 ) -> Run:
     _advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
-    return _finish(fed, algorithm, progress, plan, folder, started)
+    return _finish(fed, algorithm, progress, plan, started)
 
 
 def _advance(
@@ -413,10 +430,9 @@ def _finish(
     algorithm: Algorithm,
     progress: Progress,
     plan: dict[str, Any],
-    folder: RunFolder | None,
     started: float,
 ) -> Run:
-    """Score the deployed models and return the run, saved to its folder if it has one."""
+    """Score the deployed models and return the run."""
     t = progress.round
     _score_end(fed, algorithm, progress, plan)
     chosen = progress.best.personal if plan["select"] == "best" else None
@@ -443,13 +459,64 @@ def _finish(
     )
     if plan["score_test"] and fed.has_rows("test"):
         run.score_test()
+    return run
+
+
+def refit_plan(fed: Federation, which: str) -> dict[str, str]:
+    """Return what the plan of a run says of refitting; nothing if there are no more rows to train on."""
+    if which not in REFIT:
+        raise SettingError(f"refit is {which!r}; it is {', '.join(map(repr, REFIT))}")
+    if not any(fed.has_rows(split) for split in REFIT[which] if split != "train"):
+        return {}
+    if not fed.runtime.capabilities.rows_visible:
+        raise SettingError("models of clients on other machines cannot be refitted yet; leave refit out")
+    return {"refit": which}
+
+
+def refit(run: Run, which: str) -> Run:
+    """Train the deployed models of a run again, for as many rounds, on more of the rows; scores stay as they are.
+
+    Parameters
+    ----------
+    run
+        The run, which is changed.
+    which
+        'validation' for training and validation rows, 'all' for all rows, 'none'.
+
+    Returns
+    -------
+    Run
+        The same run.
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> refit(fit(fed, "fedavg", rounds=2), "validation").trained_on
+    ('train', 'validation')
+    """
+    if not refit_plan(run.fed, which):
+        return run
+    again = fit(
+        merged(run.fed, REFIT[which]), run.algorithm, run.deployed_round, evaluate_every=0, score_test=False
+    )
+    run.scored, run.personal, run.state, run.refit = run.personal, again.personal, again.state, which
+    run.seconds += again.seconds
+    for entry, counts in again.fed.ledger.entries.items():
+        if entry.kind != "evaluate":
+            run.fed.ledger.entries[entry._replace(kind="refit")] = counts
+    return run
+
+
+def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:
+    """Refit a run if its plan says so, and save it if it has a folder."""
+    refit(run, plan.get("refit", "none"))
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path
     if run.left_out or run.lost_rounds:
         log.warning("%d answers left out, %d rounds lost", len(run.left_out), run.lost_rounds)
-    log.info("%s: round %d deployed, %.1f s", algorithm.name, deployed_round, run.seconds)
-    return run
+    log.info("%s: round %d deployed, %.1f s", run.algorithm.name, run.deployed_round, run.seconds)
 
 
 def _score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:

@@ -44,10 +44,11 @@ class Predictions:
     def of(cls, run: Run, split: str) -> Predictions:
         """Score the rows of one split, which have to be in this process."""
         fed, rows = run.fed, run.fed.runtime.rows(split)
+        models = run.personal if run.scored is None else run.scored  # what the scores are about
         parts = []
         for k in torch.nonzero(rows.size).squeeze(-1).tolist():
             x, _ = rows.of(k)
-            weights = run.personal[k].to(x.device)
+            weights = models[k].to(x.device)
             parts += [fed.model.scores(weights, part) for part in x.split(ROWS)]
         client = torch.repeat_interleave(torch.arange(fed.n), rows.size.cpu())
         return cls(split, client, rows.y.cpu(), torch.cat(parts).detach().cpu())

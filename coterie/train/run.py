@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation", "train")
 
 
+REFIT = {"none": ("train",), "validation": ("train", "validation"), "all": ("train", "validation", "test")}
+
+
 def metric_plan(metric: str | None, further: Sequence[Metric]) -> dict[str, Any]:
     """Return what the plan of a run says of metrics; nothing where the usual ones are meant."""
     others = [one.name for one in further if one.name != metric]
@@ -69,6 +72,12 @@ class Run:
         The metric that reports show, if not the main one of the task.
     further : tuple of Metric
         Metrics recorded beside the loss and the main one.
+    refit : str
+        'validation' or 'all' if the deployed models were trained again on those rows too, else 'none'.
+    scored : Tensor or None
+        The models before they were refitted, which all scores are about; None if they were not.
+    test_rows : dict of Tensor
+        Value of every test row [rows], client after client, in metrics that are means over rows.
 
     Examples
     --------
@@ -93,6 +102,14 @@ class Run:
     folder: Path | None = field(default=None)
     metric: str | None = None
     further: tuple[Metric, ...] = ()
+    refit: str = "none"
+    scored: Tensor | None = field(default=None, repr=False)
+    test_rows: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """Splits whose rows the deployed models have seen."""
+        return REFIT[self.refit]
 
     @property
     def metrics(self) -> polars.DataFrame:
@@ -177,21 +194,19 @@ class Run:
             raise SettingError(f"no split {split!r}; it is 'train', 'validation' or 'test'")
         if not self.fed.has_rows(split):
             raise SettingError(f"no client of this run has {split} rows")
-        return broadcast.to(self.personal, self.fed.device)
+        return broadcast.to(self.personal if self.scored is None else self.scored, self.fed.device)
 
     def score_test(self) -> dict[str, Tensor]:
         """Score the deployed models on the test rows, add that to the metrics, and return it."""
-        scores = self.fed.score(broadcast.to(self.personal, self.fed.device), "test", self.further)
+        models = self._models_of("test")
+        scores = self.fed.score(models, "test", self.further)
         self.history.add(self.deployed_round, "test", scores)
+        self.test_rows = self.fed.row_values(models, "test", self.further)
         return {name: value.cpu() for name, value in scores.items()}
 
     def traffic(self) -> tuple[float, float]:
-        """Return megabytes up and down until the deployed round, evaluation not counted."""
-        up, down = 0, 0
-        for entry, counts in self.fed.ledger.entries.items():
-            if entry.kind != "evaluate" and entry.round <= self.deployed_round:
-                down, up = down + counts[2], up + counts[5]
-        return up / 1e6, down / 1e6
+        """Return megabytes up and down until the deployed round, without evaluation and refitting."""
+        return self.fed.ledger.megabytes_until(self.deployed_round)
 
     def common(self) -> Tensor:
         """Return the model for a client that was not in training: the shared one, else the mean of all."""

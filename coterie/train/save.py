@@ -17,7 +17,11 @@ from coterie.train.roster import Roster
 from coterie.train.uncertainty import save_errors
 
 if TYPE_CHECKING:
+    import polars
+
     from coterie.train.run import Run
+
+TEST_ROWS = "test_rows.parquet"
 
 
 def save_run(folder: RunFolder, run: Run) -> None:
@@ -34,14 +38,27 @@ def save_run(folder: RunFolder, run: Run) -> None:
         return
     files.write_with(folder.path / "metrics.parquet", run.metrics.write_parquet)
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
+    if run.test_rows:
+        files.write_with(folder.path / TEST_ROWS, test_rows(run).write_parquet)
     result = {
         "rounds": run.rounds,
         "deployed_round": run.deployed_round,
         "lost_rounds": run.lost_rounds,
         "left_out": run.left_out,
         "seconds": round(run.seconds, 3),
+        "trained_on": list(run.trained_on),
     }
     files.seal(folder.path, RESULT, files.as_json(result))
+
+
+def test_rows(run: Run) -> polars.DataFrame:
+    """Return the value of every test row in each metric that is a mean over rows, with the index of its client."""
+    import polars
+
+    client = torch.repeat_interleave(run.fed.rows["test"].cpu())
+    return polars.DataFrame(
+        {"client": client.numpy(), **{name: values.numpy() for name, values in run.test_rows.items()}}
+    )
 
 
 def save_models(folder: Path, run: Run) -> None:
@@ -60,6 +77,7 @@ def save_models(folder: Path, run: Run) -> None:
         folder / "model.json",
         {
             "algorithm": run.algorithm.name,
+            "trained_on": list(run.trained_on),
             "sha256": files.sha256(folder / "models.safetensors"),
             "clients": names,
             "client_column": table.options["client"] if table is not None else None,

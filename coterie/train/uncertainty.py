@@ -42,9 +42,9 @@ def contrasts(one: ExportedModel) -> Tensor:
     matrix = torch.eye(d, dtype=torch.float64)
     if one.preprocessor is not None:
         width = len(one.preprocessor.feature_names)
-        at = width - sum(len(choice.levels) + choice.missing for choice in one.preprocessor.choices)
+        at = width - sum(choice.width for choice in one.preprocessor.choices)
         for choice in one.preprocessor.choices:
-            size = len(choice.levels) + choice.missing
+            size = choice.width
             for row in place[:, at : at + size]:
                 matrix[row] -= torch.eye(d, dtype=torch.float64)[row].mean(0)
             at += size

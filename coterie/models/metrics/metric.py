@@ -198,6 +198,22 @@ class Metric:
         """1 if higher is better, else -1: `sign` times a difference is a gain."""
         return 1.0 if self.higher_is_better else -1.0
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the value is a mean over rows or its square root, so that rows can be compared one by one."""
+        return self.finish is itself or self.is_root
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the value is the square root of a mean over rows."""
+        return self.finish is torch.sqrt
+
+    def by_row(self, rows: ScoredRows) -> Tensor:
+        """Return the value of every row by itself, [..., B], squared where the metric is a root; needs `is_mean`."""
+        alone = torch.ones_like(rows.weight).unsqueeze(-1)
+        single = ScoredRows(rows.task, rows.scores.unsqueeze(-2), rows.targets.unsqueeze(-1), alone)
+        return self.sums(single).squeeze(-1)
+
     def cost(self, value: float) -> float:
         """Return the value so that lower is better."""
         return -value if self.higher_is_better else value
