@@ -86,7 +86,7 @@ def test_pfl_tc_at_common_points_is_its_pseudocode(warmup):
             v = (weights @ points / weights.sum()).numpy()
             m[c] = v if m[c] is None else 0.3 * v + 0.7 * m[c]
             y[c] = y[c] - 0.2 * m[c]
-    np.testing.assert_allclose(run.personal, y[group], atol=1e-6)
+    np.testing.assert_allclose(run.personal, y[group], rtol=1e-3)  # L is found by iteration
 
 
 def test_local_steps_are_the_second_option():
@@ -98,7 +98,7 @@ def test_local_steps_are_the_second_option():
     for _ in range(3):
         y = y - 0.1 * grads(y)
     np.testing.assert_allclose(u, (1 - y) / 0.1, atol=1e-12)
-    once = world().map(make("pfl-tc", **ONE_GRADIENT, steps=1, batch=0).slope, x=x).values
+    once = world().map(make("pfl-tc", **ONE_GRADIENT, batch=0).slope, x=x).values
     np.testing.assert_allclose(once, grads(np.ones((6, D))), atol=1e-12)
 
 
@@ -174,7 +174,15 @@ def losses(thetas):
 @pytest.mark.parametrize("average, divide", [("gradient", "all"), ("gradient", "cluster"), ("model", "all")])
 def test_ifca_is_its_pseudocode(average, divide):
     algorithm = make(
-        "ifca", weighting="uniform", average=average, divide=divide, lr=0.1, steps=2, batch=0, spread=1.0
+        "ifca",
+        clusters=2,
+        weighting="uniform",
+        average=average,
+        divide=divide,
+        lr=0.1,
+        steps=2,
+        batch=0,
+        spread=1.0,
     )
     theta = algorithm.start(world()).models.numpy()
     run = fit(world(), algorithm, rounds=6)
@@ -206,7 +214,7 @@ def test_ifca_collapses_from_bad_starts_and_restarts_help():
         for restarts in (1, 8):
             run = fit(
                 fed,
-                make("ifca", weighting="uniform", restarts=restarts, **settings),
+                make("ifca", clusters=2, weighting="uniform", restarts=restarts, **settings),
                 rounds=40,
                 evaluate_every=0,
             )
