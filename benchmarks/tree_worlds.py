@@ -80,7 +80,7 @@ WORLDS = (
     World("MathAchieve", _file("hierarchical", "MathAchieve.csv"), "School", "MathAch", ("rownames",)),
     World(
         "star",
-        _file("hierarchical", "star.csv"),
+        lambda: tables.read(DATA / "hierarchical" / "star.csv").drop_nulls(["math", "sch"]),
         "sch",
         "math",
         ("rownames", "id", "tch", "read", "birthq"),

@@ -19,7 +19,7 @@ from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
 from coterie.models.histograms import assign, histograms
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, nodes_of
 from coterie.models.tree_growth import Growth, Rules, bounds
-from coterie.models.tree_walk import FEATURE, MOST_LEVELS, PARENT, THRESHOLD
+from coterie.models.tree_walk import COLUMNS, FEATURE, MOST_LEVELS, PARENT, THRESHOLD
 from coterie.models.trees import Trees
 
 FIRST_PULL = 30.0  # lambda of the first tree, before any was judged
@@ -297,7 +297,7 @@ class BoostedTrees(Algorithm):
     def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
         assert isinstance(model, Trees)
         c, features, classes = model.outputs, model.width, model.classes or 1
-        tree, most = c * (model.leaves - 1) * 4, c * max(1, self.leaves // 2)
+        tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, self.leaves // 2)
         start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
         return {
             "survey": (0, 2 * POINTS * features * self.bins + classes + 1),

@@ -77,6 +77,7 @@ def from_arrays(
         codes,
         cluster_names,
         truth,
+        missing=model.encoding == "raw",
     )
     return from_clients(clients, model, **options)
 

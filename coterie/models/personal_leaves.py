@@ -42,7 +42,7 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(splits: Tensor) -> Nodes:
-    """Return the nodes of trees [trees, L - 1, 4]."""
+    """Return the nodes of trees [trees, L - 1, 5]."""
     trees, count, _ = splits.shape
     parents = splits[..., PARENT].long().tolist()
     above = [[0] * (2 * count + 1) for _ in range(trees)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, THRESHOLD, void
+from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, SHARE, THRESHOLD, void
 
 ORDERING = 10.0  # curvature added to each level of a category when levels are put in order
 
@@ -208,6 +208,7 @@ class Growth:
         split[THRESHOLD], split[MISSING] = best.threshold[k], best.missing[k]
         left, right = best.left[k, :2], total - best.left[k, :2]
         self.sums[tree, leaf], self.sums[tree, fresh] = left, right
+        split[SHARE] = right[1] / (left[1] + right[1])
         low, high = self.low[tree, leaf].clone(), self.high[tree, leaf].clone()
         self.low[tree, fresh], self.high[tree, fresh] = low, high
         sign = float(self.rules.signs[feature])
@@ -228,7 +229,7 @@ def bounds(splits: Tensor, values: Tensor, signs: Tensor) -> tuple[Tensor, Tenso
     Parameters
     ----------
     splits, values
-        Trees [trees, splits, 4] whose shared values [trees, leaves] are in order.
+        Trees [trees, splits, 5] whose shared values [trees, leaves] are in order.
     signs
         [features].
     """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._core import files
+from coterie.data.preprocess import RAW
 
 if TYPE_CHECKING:
     from coterie.train.exported_model import ExportedModel
@@ -26,19 +27,26 @@ class FromColumns(nn.Module):
         assert one.preprocessor is not None
         preprocessor = one.preprocessor
         self.predict = predict
+        # TorchScript takes the type of an empty list from its annotation, and of nothing else.
+        attribute: Any = torch.jit.Attribute
+        self.raw = preprocessor.encoding == RAW
+        self.as_codes = attribute([preprocessor.as_codes(choice) for choice in preprocessor.choices], list[bool])
         self.number_columns = [scale.name for scale in preprocessor.scales]
         self.means = [scale.mean for scale in preprocessor.scales]
         self.sds = [scale.sd for scale in preprocessor.scales]
         self.number_gaps = [scale.missing for scale in preprocessor.scales]
-        self.text_columns = [choice.name for choice in preprocessor.choices]
-        self.widths = [len(choice.levels) + choice.missing for choice in preprocessor.choices]
-        self.levels = [
+        self.text_columns = attribute([choice.name for choice in preprocessor.choices], list[str])
+        self.widths = attribute(
+            [len(choice.levels) + choice.missing for choice in preprocessor.choices], list[int]
+        )
+        levels = [
             {
                 **{level: k for k, level in enumerate(choice.levels)},
                 "": len(choice.levels) if choice.missing else -1,
             }
             for choice in preprocessor.choices
         ]
+        self.levels = attribute(levels, list[dict[str, int]])
         regression = one.task == "regression"
         self.target_mean = preprocessor.target_mean if regression else 0.0
         self.target_sd = preprocessor.target_sd if regression else 1.0
@@ -48,6 +56,9 @@ class FromColumns(nn.Module):
         parts: list[Tensor] = []
         for k, name in enumerate(self.number_columns):
             values = numbers[name].to(torch.float64).reshape(-1, 1)
+            if self.raw:
+                parts.append(values)
+                continue
             gap = torch.isnan(values)
             if self.sds[k] != 0.0:
                 parts.append(
@@ -57,6 +68,14 @@ class FromColumns(nn.Module):
                 parts.append(gap.to(torch.float64))
         for k, name in enumerate(self.text_columns):
             column = texts[name]
+            if self.as_codes[k]:
+                codes = torch.full((len(column), 1), float("nan"), dtype=torch.float64)
+                for row, text in enumerate(column):
+                    known = self.levels[k].get(text, -1)
+                    if text != "" and known >= 0:
+                        codes[row, 0] = float(known)
+                parts.append(codes)
+                continue
             spread = torch.zeros(len(column), self.widths[k], dtype=torch.float64)
             for row, text in enumerate(column):
                 at = self.levels[k].get(text, -1)
