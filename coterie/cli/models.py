@@ -79,7 +79,9 @@ def predict(
 
 def export(
     run: RunArgument,
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript, csv or lightgbm")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript, csv or lightgbm")
+    ],
     client: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="client whose model to export; the common model if not given"),

@@ -74,9 +74,9 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     Parameters
     ----------
     histograms
-        Sums of first and second derivatives, [nodes, features, bins, 2]; the last bin is for missing values. With a third
-        number, the sum of first derivatives with a random sign for each client, a split gains also by what it tells
-        of the differences between clients: the square of that sum is on average the sum of the clients' squares.
+        Sums of first and second derivatives, [nodes, features, bins, 2]; the last bin is for missing values. With a
+        third number, the sum of first derivatives with a random sign for each client, a split gains also by what it
+        tells of the differences between clients: the square of that sum is on average the sum of the clients' squares.
     low, high
         Bounds of the values in each node, [nodes].
     rules
@@ -143,7 +143,9 @@ class Growth:
         self.high = -self.low
         self.count = [1] * trees
         self.asked = torch.zeros(trees, 1, dtype=torch.long)  # leaves whose histograms are needed; -1: none
-        self.siblings: dict[tuple[int, int], tuple[int, Tensor]] = {}  # asked leaf -> sibling, parent's histogram
+        self.siblings: dict[
+            tuple[int, int], tuple[int, Tensor]
+        ] = {}  # asked leaf -> sibling, parent's histogram
 
     @property
     def growing(self) -> bool:

@@ -1,8 +1,8 @@
 """Boosted trees as a model: one flat vector holds the splits of all trees and the values of their leaves.
 
-The vector is base [C], splits [T, C, L - 1, 5] and values [T, C, L] for T rounds of C trees (one per score) with L leaves.
-Splits are the "body", base and values the "head". Given the splits, a score is linear in the head: the sum of the
-base and one value of each tree.
+The vector is base [C], splits [T, C, L - 1, 5] and values [T, C, L] for T rounds of C trees (one per score) with L
+leaves. Splits are the "body", base and values the "head". Given the splits, a score is linear in the head: the sum of
+the base and one value of each tree.
 """
 
 from __future__ import annotations
@@ -147,7 +147,12 @@ class Trees(Model):
     def leaf_numbers(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the leaf of each row in each tree in use, int64 [..., B, t * C], for w [..., d]."""
         _, splits, values = self.parts(w)
-        used = ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1)).any(-1).reshape(-1, self.trees).any(0)
+        used = (
+            ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1))
+            .any(-1)
+            .reshape(-1, self.trees)
+            .any(0)
+        )
         count = int(used.nonzero()[-1]) + 1 if bool(used.any()) else 0
         if not count:
             return torch.zeros(*x.shape[:-1], 0, dtype=torch.long, device=x.device)
@@ -232,7 +237,8 @@ class Trees(Model):
         trees = values.flatten(-3, -2)[..., : found.shape[-1], :]
         if not found.shape[-1]:
             return values.new_zeros(*found.shape[:-1], self.outputs)
-        return trees.gather(-1, found.mT).unflatten(-2, (-1, self.outputs)).sum(-3).mT
+        picked: Tensor = trees.gather(-1, found.mT).unflatten(-2, (-1, self.outputs))
+        return picked.sum(-3).mT
 
     def _spread(self, w: Tensor, found: Tensor, per_row: Tensor) -> Tensor:
         """Return a vector [..., d] with the sums over rows of per_row [..., B, C] in base and leaves."""

@@ -402,8 +402,12 @@ def _only(fed: Federation, client: int) -> Federation:
 def _alone(algorithm: Algorithm, fed: Federation, rounds: int) -> Tensor:
     """Return what training alone would have given the newcomers, for comparison."""
     select = "best" if fed.has_rows("validation") else "last"
-    if algorithm.own_model(rounds) is not None:  # local steps are not for its model: each newcomer is a federation
-        alone = [fit(_only(fed, k), algorithm, max(rounds, 1), score_test=False).personal for k in range(fed.n)]
+    if (
+        algorithm.own_model(rounds) is not None
+    ):  # local steps are not for its model: each newcomer is a federation
+        alone = [
+            fit(_only(fed, k), algorithm, max(rounds, 1), score_test=False).personal for k in range(fed.n)
+        ]
         return torch.cat(alone)
     return fit(
         fed, make("local", lr=_step_size(algorithm, State())), max(rounds, 1), select=select, score_test=False

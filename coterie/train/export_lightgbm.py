@@ -1,4 +1,4 @@
-"""A client's trees as a LightGBM text model, which LightGBM and tools that read its models load, SHAP values included."""
+"""A client's trees as a LightGBM text model, for LightGBM and tools that read its models, SHAP values included."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def to_lightgbm(one: ExportedModel, path: Path) -> None:
     """
     model = one.model
     if not isinstance(model, Trees):
-        raise SettingError("only trees have LightGBM's format; export this model to safetensors, onnx or torchscript")
+        raise SettingError(
+            "only trees have LightGBM's format; export this model to safetensors, onnx or torchscript"
+        )
     base, splits, values = (part.detach().double() for part in model.parts(one.weights.double()))
     unit, shift = 1.0, 0.0
     if one.preprocessor is not None and one.task == "regression":
@@ -50,7 +52,9 @@ def to_lightgbm(one: ExportedModel, path: Path) -> None:
         _tree(number, *tree, levels)
         for number, tree in enumerate(zip(splits[:count].flatten(0, 1), values.flatten(0, 1), strict=True))
     ]
-    text = "\n".join([*_head(one, model, levels), "", *trees, "end of trees", "", "pandas_categorical:null", ""])
+    text = "\n".join(
+        [*_head(one, model, levels), "", *trees, "end of trees", "", "pandas_categorical:null", ""]
+    )
     files.write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -64,7 +68,9 @@ def _head(one: ExportedModel, model: Trees, levels: tuple[int, ...]) -> list[str
     }[model.objective]
     given = one.preprocessor.feature_names if one.preprocessor is not None else None
     names = [re.sub(r"[^\w.-]+", "_", name) for name in given or (f"x{k}" for k in range(model.width))]
-    infos = [":".join(str(code) for code in range(count)) if count else "[-1e+308:1e+308]" for count in levels]
+    infos = [
+        ":".join(str(code) for code in range(count)) if count else "[-1e+308:1e+308]" for count in levels
+    ]
     return [
         "tree",
         "version=v4",
@@ -85,7 +91,11 @@ def _tree(number: int, splits: Tensor, values: Tensor, levels: tuple[int, ...]) 
     leaf = values.tolist()[: len(rows) + 1]
     if not rows:
         rows, child, leaf = [[0.0, 0.0, 0.0, 0.0, 0.5]], [[-1, -2]], [leaf[0], leaf[0]]
-    thresholds, kinds, left, right, masks = [], [], [], [], []
+    thresholds: list[str] = []
+    kinds: list[int] = []
+    left: list[int] = []
+    right: list[int] = []
+    masks: list[int] = []
     for row, (below, beyond) in zip(rows, child, strict=False):
         count, missing_right = levels[int(row[FEATURE])], row[MISSING] > 0.5
         if not count:
@@ -103,7 +113,9 @@ def _tree(number: int, splits: Tensor, values: Tensor, levels: tuple[int, ...]) 
         left.append(below)
         right.append(beyond)
     counts, inner = _counts(rows)
-    words = [[mask >> 32 * k & 0xFFFFFFFF for k in range(max(1, (mask.bit_length() + 31) // 32))] for mask in masks]
+    words = [
+        [mask >> 32 * k & 0xFFFFFFFF for k in range(max(1, (mask.bit_length() + 31) // 32))] for mask in masks
+    ]
     ends = [sum(map(len, words[:k])) for k in range(len(words) + 1)]
 
     def line(name: str, items: list[object]) -> str:
@@ -127,7 +139,10 @@ def _tree(number: int, splits: Tensor, values: Tensor, levels: tuple[int, ...]) 
         line("internal_count", list(inner)),
     ]
     if masks:
-        lines += [line("cat_boundaries", list(ends)), line("cat_threshold", [word for part in words for word in part])]
+        lines += [
+            line("cat_boundaries", list(ends)),
+            line("cat_threshold", [word for part in words for word in part]),
+        ]
     return "\n".join([*lines, "is_linear=0", "shrinkage=1", "", ""])
 
 

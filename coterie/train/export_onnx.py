@@ -113,8 +113,13 @@ class _Graph:
         """Add the code of a text: its place among the levels, NaN if it is missing or unknown."""
         from onnx import TensorProto
 
-        keys = {"keys_strings": list(choice.levels), "values_floats": [float(k) for k in range(len(choice.levels))]}
-        found = self._node("LabelEncoder", [choice.name], domain="ai.onnx.ml", default_float=float("nan"), **keys)
+        keys = {
+            "keys_strings": list(choice.levels),
+            "values_floats": [float(k) for k in range(len(choice.levels))],
+        }
+        found = self._node(
+            "LabelEncoder", [choice.name], domain="ai.onnx.ml", default_float=float("nan"), **keys
+        )
         return self._node("Cast", [found], to=TensorProto.DOUBLE)
 
     def _predictions(self, features: str) -> str:

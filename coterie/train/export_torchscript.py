@@ -30,7 +30,9 @@ class FromColumns(nn.Module):
         # TorchScript takes the type of an empty list from its annotation, and of nothing else.
         attribute: Any = torch.jit.Attribute
         self.raw = preprocessor.encoding == RAW
-        self.as_codes = attribute([preprocessor.as_codes(choice) for choice in preprocessor.choices], list[bool])
+        self.as_codes = attribute(
+            [preprocessor.as_codes(choice) for choice in preprocessor.choices], list[bool]
+        )
         self.number_columns = [scale.name for scale in preprocessor.scales]
         self.means = [scale.mean for scale in preprocessor.scales]
         self.sds = [scale.sd for scale in preprocessor.scales]

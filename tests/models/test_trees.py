@@ -20,7 +20,8 @@ from coterie.models.tree_walk import PARENT, children, depth, leaves, void
 NAN = float("nan")
 # three features, the last a category of four levels: x0 > 1 splits the root, then code in {1, 3}, then x1 > 0 again
 TREE = torch.tensor(
-    [[[0, 0, 1.0, 1, 0.5], [0, 2, 0b1010, 0, 0.5], [1, 1, 0.0, 0, 0.5], [-1, 0, 0, 0, 0]]], dtype=torch.float64
+    [[[0, 0, 1.0, 1, 0.5], [0, 2, 0b1010, 0, 0.5], [1, 1, 0.0, 0, 0.5], [-1, 0, 0, 0, 0]]],
+    dtype=torch.float64,
 )
 KINDS = torch.tensor([False, False, True])
 
@@ -126,7 +127,9 @@ def test_the_best_split_is_the_best_of_all():
     edges = torch.arange(0.5, 4).double().expand(3, -1).contiguous()
     bins = to_bins(x, edges, KINDS)
     pairs = torch.stack([g, h], -1).view(1, 60, 1, 2)
-    sums = histograms(bins.unsqueeze(0), pairs, torch.zeros(1, 60, 1, dtype=torch.int32), torch.zeros(1, 1).long(), 6)
+    sums = histograms(
+        bins.unsqueeze(0), pairs, torch.zeros(1, 60, 1, dtype=torch.int32), torch.zeros(1, 1).long(), 6
+    )
     ends = torch.tensor([torch.inf]).double()
     best = best_splits(sums[0, 0], -ends, ends, rules)
     assert float(best.gain) == pytest.approx(brute_force(x, g, h, rules, KINDS, 5), rel=1e-3)
@@ -158,7 +161,10 @@ def personal_by_hand(g, h, shared, root, deep):
 
 def test_personal_leaves_go_down_the_tree():
     draw = torch.Generator().manual_seed(5)
-    g, h = torch.randn(5, generator=draw, dtype=torch.float64), torch.rand(5, generator=draw, dtype=torch.float64)
+    g, h = (
+        torch.randn(5, generator=draw, dtype=torch.float64),
+        torch.rand(5, generator=draw, dtype=torch.float64),
+    )
     shared = torch.randn(5, generator=draw, dtype=torch.float64)
     g[4] = h[4] = 0
     ends = torch.full((1, 5), torch.inf, dtype=torch.float64)
@@ -213,12 +219,19 @@ def test_growth_ends_with_the_leaves_it_may_have():
 def test_derivatives_are_those_of_the_loss(objective):
     outputs = 3 if objective == "multiclass" else 1
     scores = torch.randn(6, outputs, dtype=torch.float64, requires_grad=True)
-    y = torch.tensor([0, 1, 1, 0, 1, 0]) if objective in ("binary", "multiclass") else torch.rand(6).double() * 3
+    y = (
+        torch.tensor([0, 1, 1, 0, 1, 0])
+        if objective in ("binary", "multiclass")
+        else torch.rand(6).double() * 3
+    )
     chosen = OBJECTIVES[objective]
     first, second = chosen.derivatives(scores.detach(), y)
     (grad,) = torch.autograd.grad(chosen.loss(scores, y).sum(), scores, create_graph=True)
     assert torch.allclose(first, grad.detach(), atol=1e-12)
-    curved = torch.stack([torch.autograd.grad(grad[:, c].sum(), scores, retain_graph=True)[0][:, c] for c in range(outputs)], -1)
+    curved = torch.stack(
+        [torch.autograd.grad(grad[:, c].sum(), scores, retain_graph=True)[0][:, c] for c in range(outputs)],
+        -1,
+    )
     scale = outputs / (outputs - 1) if objective == "multiclass" else 1.0
     assert torch.allclose(second, scale * curved, atol=1e-12)
 

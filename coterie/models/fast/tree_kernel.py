@@ -8,7 +8,6 @@ from torch import Tensor
 from coterie._core import threads
 from coterie._core.native import trees as native
 
-
 COLUMNS = 4  # of a split, in the C code
 
 
