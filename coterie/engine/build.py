@@ -79,6 +79,7 @@ def from_arrays(
         codes,
         cluster_names,
         truth,
+        missing=model.encoding == "raw",
     )
     return from_clients(clients, model, **options)
 

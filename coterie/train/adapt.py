@@ -384,9 +384,31 @@ class _AtHome(Algorithm):
         return x
 
 
+def _only(fed: Federation, client: int) -> Federation:
+    """Return a federation of one of the clients."""
+    at = torch.tensor([client])
+    splits = {split: fed.runtime.rows(split).subset(at) for split in fed.rows}
+    return Federation(
+        fed.runtime.with_rows(splits, None),
+        model=fed.model,
+        names=[fed.names[client]],
+        rows={split: part.size for split, part in splits.items()},
+        seed=fed.seed,
+        dtype=fed.dtype,
+        table=fed.table,
+    )
+
+
 def _alone(algorithm: Algorithm, fed: Federation, rounds: int) -> Tensor:
     """Return what training alone would have given the newcomers, for comparison."""
     select = "best" if fed.has_rows("validation") else "last"
+    if (
+        algorithm.own_model(rounds) is not None
+    ):  # local steps are not for its model: each newcomer is a federation
+        alone = [
+            fit(_only(fed, k), algorithm, max(rounds, 1), score_test=False).personal for k in range(fed.n)
+        ]
+        return torch.cat(alone)
     return fit(
         fed, make("local", lr=_step_size(algorithm, State())), max(rounds, 1), select=select, score_test=False
     ).personal
