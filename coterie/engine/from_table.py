@@ -83,7 +83,9 @@ def from_table(
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
-    preprocessor, trained = encoded(spec, local_statistics(frame[training.numpy()], spec), _model(model, spec.task, l2))
+    preprocessor, trained = encoded(
+        spec, local_statistics(frame[training.numpy()], spec), _model(model, spec.task, l2)
+    )
     clusters, cluster_names = None, None
     if cluster is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()

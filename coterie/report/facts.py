@@ -288,7 +288,7 @@ def _comparison(path: Path) -> list[RunFacts]:
         )
     seeds = scores["seed"].n_unique()
     means = scores.group_by("algorithm", "client").agg(pl.col(metric).mean())
-    rows = pl.read_parquet(path / "rows.parquet") if (path / "rows.parquet").exists() else None
+    rows = files.read_parquet(path / "rows.parquet") if (path / "rows.parquet").exists() else None
     runs = []
     for row in files.read_json(path / "compare.json")["rows"]:
         run = _run(path / row["algorithm"])
@@ -354,7 +354,7 @@ def _read(folder: RunFolder) -> RunFacts:
         metric=metric,
         split="",
         scores=np.empty(0),
-        test_rows=_test_rows(pl.read_parquet(path / TEST_ROWS)) if (path / TEST_ROWS).exists() else None,
+        test_rows=_test_rows(files.read_parquet(path / TEST_ROWS)) if (path / TEST_ROWS).exists() else None,
     )
     run = _by_metric(found, metric)
     if run is None:
