@@ -213,7 +213,7 @@ def plan(
     )
 
 
-def _chance(solver: str, mixture: Mixture) -> dict[str, float]:
+def _chance(solver: str, mixture: Mixture) -> dict[str, Any]:
     return {"chance": flix_steps.scaffnew_chance(mixture)} if solver == "scaffnew" else {}
 
 
