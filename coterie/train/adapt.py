@@ -28,6 +28,7 @@ from coterie.data import tables
 from coterie.data.table_source import TableSource
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.from_table import SPLIT
 from coterie.engine.state import State
 from coterie.models.base import Model
@@ -389,7 +390,7 @@ def _only(fed: Federation, client: int) -> Federation:
     at = torch.tensor([client])
     splits = {split: fed.runtime.rows(split).subset(at) for split in fed.rows}
     return Federation(
-        fed.runtime.with_rows(splits, None),
+        LocalRuntime(splits, fed.model, fed.seed, fed.dtype),
         model=fed.model,
         names=[fed.names[client]],
         rows={split: part.size for split, part in splits.items()},
@@ -402,9 +403,7 @@ def _only(fed: Federation, client: int) -> Federation:
 def _alone(algorithm: Algorithm, fed: Federation, rounds: int) -> Tensor:
     """Return what training alone would have given the newcomers, for comparison."""
     select = "best" if fed.has_rows("validation") else "last"
-    if (
-        algorithm.own_model(rounds) is not None
-    ):  # local steps are not for its model: each newcomer is a federation
+    if algorithm.own_model(rounds) is not None:  # no local steps for its model: each newcomer is a federation
         alone = [
             fit(_only(fed, k), algorithm, max(rounds, 1), score_test=False).personal for k in range(fed.n)
         ]
