@@ -28,8 +28,8 @@ from coterie.data import tables
 from coterie.data.table_source import TableSource
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
-from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.from_table import SPLIT
+from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.description import description
