@@ -44,7 +44,7 @@ def expected(run, rows):
 
 def test_a_loaded_predictor_is_the_run(run, rows, expected):
     found = Predictor.load(run.folder)(rows)
-    assert np.abs(found[found.columns[3]].to_numpy() - expected).max() < 1e-12
+    assert np.abs(found["probability_1"].to_numpy() - expected).max() < 1e-12
 
 
 def test_lightgbm_loads_the_client_model_and_its_shap_values_add_up(run, rows, expected):
