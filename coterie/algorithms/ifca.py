@@ -76,12 +76,9 @@ class Ifca(Algorithm):
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
         if s.models.dim() == 2:
-            models, labels = self._averaged(s.models, s.labels, r, r["update"], r["choice"])
+            models, labels = self._averaged(s.models, s.labels, r)
             return State(models=models, labels=labels, tried=s.tried)
-        sets = [
-            self._averaged(s.models[k], s.labels, r, r["update"][:, k], r["choice"][:, k : k + 1])
-            for k in range(self.restarts)
-        ]
+        sets = [self._averaged(s.models[k], s.labels, r, str(k)) for k in range(self.restarts)]
         if s.tried + 1 < self.trial:
             return State(models=torch.stack([m for m, _ in sets]), labels=sets[0][1], tried=s.tried + 1)
         best, labels = sets[int(r.mean("loss").argmin())]
@@ -95,8 +92,8 @@ class Ifca(Algorithm):
         """Choose and train a model of each set."""
         chosen = [self._chosen(client, models[..., k, :, :], self.judge) for k in range(self.restarts)]
         return {
-            "update": torch.stack([self._update(client, x) for x, _, _ in chosen], -2),
-            "choice": torch.cat([choice for _, choice, _ in chosen], -1),
+            **{f"update{k}": self._update(client, x) for k, (x, _, _) in enumerate(chosen)},
+            **{f"choice{k}": choice for k, (_, choice, _) in enumerate(chosen)},
             "loss": torch.cat([loss for _, _, loss in chosen], -1),
         }
 
@@ -136,19 +133,19 @@ class Ifca(Algorithm):
             return client.grad(x)
         return client.sgd(x, self.lr, self.steps)
 
-    def _averaged(
-        self, models: Tensor, labels: Tensor, r: Replies, update: Tensor, choice: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _averaged(self, models: Tensor, labels: Tensor, r: Replies, which: str = "") -> tuple[Tensor, Tensor]:
         """Return new models and labels from the answers; a choice outside 0..clusters-1 is ignored."""
-        picked = choice.squeeze(-1).round().long()
-        member = picked == torch.arange(len(models), device=models.device).unsqueeze(1)
-        member = member.to(update.dtype)
-        count = member.sum(1, keepdim=True)
-        total = member @ update
+        update, choice = f"update{which}", f"choice{which}"
         if self.average == "gradient":
-            divisor = count.clamp(min=1) if self.divide == "cluster" else max(1.0, float(count.sum()))
-            after = models - self.lr * total / divisor
+            mean = r.mean(update, uniform=True, by=choice, default=torch.zeros_like(models))
+            if self.divide == "all":
+                count = r.count(choice, len(models)).to(mean.dtype)
+                mean = mean * count / count.sum().clamp(min=1)
+            after = models - self.lr * mean
         else:
-            after = torch.where(count > 0, total / count.clamp(min=1), models)
+            after = r.mean(update, uniform=True, by=choice, default=models)
+        if not r.single:
+            return after, labels
+        picked = r[choice].squeeze(-1).round().long()
         valid = (picked >= 0) & (picked < len(models))
         return after, labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))
