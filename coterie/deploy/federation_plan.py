@@ -159,7 +159,12 @@ def survey(
 
 
 def connect(
-    caller: NodeCaller, plan: FederationPlan, algorithm: Algorithm, dropout: float = 0.0
+    caller: NodeCaller,
+    plan: FederationPlan,
+    algorithm: Algorithm,
+    dropout: float = 0.0,
+    *,
+    secure: bool = False,
 ) -> Federation:
     """Open a run on all nodes and return the federation of their clients.
 
@@ -173,6 +178,8 @@ def connect(
         The algorithm that the nodes are to run.
     dropout
         Probability with which a client is left out of a call, for experiments.
+    secure
+        Answers of nodes are only added up, under masks.
 
     Returns
     -------
@@ -187,6 +194,8 @@ def connect(
         "model": plan.model,
         "preprocessor": plan.preprocessor,
     }
+    if secure:
+        settings["sums"] = {"secure": True}
     setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings)
     places = []
     for name, mine in plan.nodes.items():

@@ -28,6 +28,8 @@ from coterie.data.split import split_rows
 from coterie.data.tables import TableSpec
 from coterie.deploy import messages, wire
 from coterie.deploy.client_state import CallId, ClientStateFiles
+from coterie.deploy.secure_sums import KINDS as SUM_KINDS
+from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.build import make_runtime
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.description import description, from_description
@@ -152,6 +154,10 @@ class NodeService:
         """Write the models of a finished run for use."""
         return self.run(header).finish(header, tensors)
 
+    def sums(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in a sum of answers that nodes hold."""
+        return self.run(header).sum(header, tensors)
+
     KINDS: ClassVar[dict[str, Callable[[NodeService, dict[str, Any], dict[str, Tensor]], Message]]] = {
         "hello": hello,
         "statistics": statistics,
@@ -160,6 +166,7 @@ class NodeService:
         "deploy": deploy,
         "score": score,
         "finish": finish,
+        **dict.fromkeys(SUM_KINDS, sums),
     }
 
     def run(self, header: dict[str, Any]) -> OpenRun:
@@ -212,6 +219,7 @@ class OpenRun:
         self.runtime = _runtime(self.preprocessor, frame, counts, settings, tensors)
         self.state_files = ClientStateFiles(folder / "states")
         self.current: CallId | None = None  # the state that is in memory
+        self.sums = NodeSums.of(self.runtime, self.algorithm, setup)
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
@@ -220,6 +228,8 @@ class OpenRun:
         stamp: CallId | None = self.current
         self.current = (-1, -1)  # in between, should the phase fail
         reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        if self.sums is not None:
+            reply, values = self.sums.hold(header, tensors, (reply, values))
         if self.runtime.store.writes > before:
             stamp = (int(header["round"]), int(header["call"]))
             self.state_files.save(stamp, self.runtime.snapshot())
@@ -227,6 +237,12 @@ class OpenRun:
                 self.state_files.prune(_stamp(header["floor"]) or stamp)
         self.current = stamp
         return {**reply, "at": stamp}, values
+
+    def sum(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in a sum of what the last call returned."""
+        if self.sums is None:
+            raise wire.WireError("message rejected: this run has no sums")
+        return self.sums.answer(header, tensors)
 
     def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Store the models of these clients under the round they belong to."""

@@ -63,9 +63,15 @@ class Aggregate:
             object.__setattr__(self, "strength", STRENGTH.get(self.rule, 0.0))
         if self.rule == "trimmed" and not 0 <= float(self.strength or 0) < 0.5:
             raise SettingError(f"aggregate: trimmed:{self.strength} must be at least 0 and below 0.5")
-        for name, value in (("strength", float(self.strength or 0)), ("cap", self.cap), ("screen", self.screen)):
+        for name, value in (
+            ("strength", float(self.strength or 0)),
+            ("cap", self.cap),
+            ("screen", self.screen),
+        ):
             if not value >= 0 or (name != "strength" and value < 1):
-                raise SettingError(f"aggregate: {name} is {value}; it must be at least {int(name != 'strength')}")
+                raise SettingError(
+                    f"aggregate: {name} is {value}; it must be at least {int(name != 'strength')}"
+                )
 
     @classmethod
     def parse(cls, text: str) -> Aggregate:
@@ -119,9 +125,9 @@ class Aggregate:
     def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
         """Return one vector [d] for replies [k, d] with weights [k, 1]."""
         values, weights = materialize(values), self.weights(weights).to(values.dtype)
-        far = self.outliers(values)
-        if far.any():
-            values, weights = values[~far], weights[~far]
+        near = ~self.outliers(values)
+        if not near.all():
+            values, weights = values[near], weights[near]
         return RULES[self.rule](values, weights, float(self.strength or 0.0))
 
 
@@ -180,5 +186,6 @@ RULES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 STRENGTH = {"clip": 2.0, "trimmed": 0.2}
 LIMITS = {"cap": 10.0, "screen": 10.0}
+PLAIN = Aggregate()
 ON_NODES = Aggregate(cap=LIMITS["cap"], screen=LIMITS["screen"])
 """The rule for nodes elsewhere, unless a run names another: the mean without outliers and huge weights."""

@@ -12,6 +12,7 @@ from coterie._core import broadcast, randomness
 from coterie._core.errors import SettingError
 from coterie.data.clients import Clients
 from coterie.engine import build
+from coterie.engine.aggregate import ON_NODES, Aggregate
 from coterie.engine.byzantine import Attack, as_attacks, lied
 from coterie.engine.calls import arguments, occurrences, payload
 from coterie.engine.compressors import Compressor, compressor
@@ -23,6 +24,7 @@ from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, V
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
+from coterie.engine.sums import Held, SummedReplies, Total
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric
 
@@ -60,6 +62,7 @@ class Federation:
         self.table, self.truth = table, truth
         self.texts = texts  # where they are and how they were read, for who wants them again
         self.byzantine = as_attacks(byzantine, self.names)
+        self.aggregate = ON_NODES if runtime.capabilities.models_stay else Aggregate()
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -168,7 +171,7 @@ class Federation:
         byzantine: Mapping[Any, Attack | str] | None = None,
     ) -> Federation:
         """Return the same clients and rows with an empty ledger and no state kept."""
-        return Federation(
+        made = Federation(
             self.runtime.fresh(seed),
             model=self.model,
             names=self.names,
@@ -184,6 +187,8 @@ class Federation:
             byzantine=self.byzantine if byzantine is None else byzantine,
             texts=self.texts,
         )
+        made.aggregate = self.aggregate
+        return made
 
     def known_clusters(self, method: str = "this method") -> Tensor:
         """Return the known cluster of every client [n]; raise `SettingError` if there are none."""
@@ -363,7 +368,33 @@ class Federation:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
-        return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+        sizes = self.sizes if asked is self.everyone else self.sizes[asked]
+        if answer.held is not None:
+            return self._summed(algorithm, phase, link, asked, sizes, answer.held)
+
+        def note(far: Tensor) -> None:
+            self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
+
+        return Replies(asked, named, sizes, self.aggregate, note)
+
+    def _summed(
+        self,
+        algorithm: FederatedAlgorithm,
+        phase: str,
+        link: str,
+        asked: Tensor,
+        sizes: Tensor,
+        held: Held,
+    ) -> Replies:
+        """Return replies of which only sums are known; each sum is metered as an answer of every client in it."""
+
+        def meter(total: Total) -> None:
+            kind = "setup" if self.round == 0 else "train"
+            sent = {"": total.values.unsqueeze(0).expand(len(total.ids), *total.values.shape)}
+            self._meter(kind, phase, link, {}, {}, len(total.ids), sent)
+
+        asks = f"{algorithm.name} (phase {phase})"
+        return SummedReplies(asked, {}, sizes, held=held, asks=asks, meter=meter)
 
     def _moved(self, ids: Tensor | None) -> Tensor | None:
         """Return ids on the clients' device, without waiting for the copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.engine.aggregate import Aggregate
+from coterie.engine.aggregate import PLAIN, Aggregate
+from coterie.models.fast.lazy_models import materialize
 
 UNNAMED = ""  # the name of a reply that is one tensor rather than a dict
 
@@ -31,6 +33,8 @@ class Replies:
         Number of training rows of each client that answered, [k, 1].
     aggregate
         How `mean` combines the replies; the plain weighted mean by default.
+    note
+        Called with the clients whose replies are too far from the others to be averaged.
 
     Examples
     --------
@@ -46,7 +50,8 @@ class Replies:
     ids: Tensor
     named: dict[str, Any]
     weights: Tensor
-    aggregate: Aggregate = Aggregate()
+    aggregate: Aggregate = PLAIN
+    note: Callable[[Tensor], None] = lambda ids: None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -107,7 +112,7 @@ class Replies:
         weights = weights.to(flat.dtype)
         if by is None:
             if not self.aggregate.plain:
-                return self.aggregate(flat, weights).view(values.shape[1:])
+                return self._robust(flat, weights, self.ids).view(values.shape[1:])
             return (weights.t() @ flat).div_(weights.sum()).view(values.shape[1:])
         labels = self._labels(by)
         count = len(default) if default is not None else int(labels.max()) + 1
@@ -117,8 +122,12 @@ class Replies:
         if self.aggregate.plain:
             average = (share @ flat) / total.clamp(min=torch.finfo(total.dtype).tiny)
         else:
-            inside = [self.aggregate(flat[own], weights[own]) if own.any() else 0 * flat[0] for own in member]
-            average = torch.stack(inside)
+            average = torch.stack(
+                [
+                    self._robust(flat[own], weights[own], self.ids[own]) if own.any() else 0 * flat[0]
+                    for own in member
+                ]
+            )
         average = average.view(count, *values.shape[1:])
         if default is None:
             return average
@@ -137,6 +146,14 @@ class Replies:
         """
         member = self._labels(by) == torch.arange(groups, device=self.ids.device).unsqueeze(-1)
         return member.sum(1, keepdim=True)
+
+    def _robust(self, values: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return what the rule of the run makes of replies [k, d], and note whose were left out."""
+        values = materialize(values)
+        far = self.aggregate.outliers(values)
+        if far.any():
+            self.note(ids[far])
+        return self.aggregate(values, weights)
 
     def _labels(self, by: Tensor | str) -> Tensor:
         """Return the cluster of each client that answered, [k]."""
