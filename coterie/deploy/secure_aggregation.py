@@ -27,7 +27,10 @@ from coterie.deploy.wire import WireError
 LEAST = 3  # nodes whose answers may be summed; with two, each would know the other's
 MAGNITUDE = 20  # values are below 2^20 in size
 SEED = 16  # bytes of a seed, which is what one Shamir share holds
+BLOCK = 1 << 15  # numbers of a stream made at once
+ZEROS = bytes(8 * BLOCK)
 
+Whole = np.ndarray[Any, np.dtype[np.uint64]]
 Roster = Mapping[str, Mapping[str, Any]]  # by node: "channel" and "masks", public keys in hex
 
 
@@ -95,9 +98,10 @@ def fraction_bits(weight: float) -> int:
 
 def encode(values: Tensor, bits: int, weight: float) -> Tensor:
     """Return numbers as whole multiples of 2^-bits, int64; `weight` is that of the answers in them."""
-    if not bool(torch.isfinite(values).all()) or float(values.abs().max()) > 2**MAGNITUDE * max(1.0, weight):
+    low, high = torch.aminmax(values) if len(values) else (torch.zeros(()), torch.zeros(()))
+    if not max(-float(low), float(high)) <= 2**MAGNITUDE * max(1.0, weight):  # NaN is not either
         raise WireError(f"an answer is not below 2^{MAGNITUDE} in size, so it cannot be added securely")
-    return torch.round(values * 2.0**bits).to(torch.int64)
+    return (values * 2.0**bits).round_().to(torch.int64)
 
 
 def decode(total: Tensor, bits: int) -> Tensor:
@@ -105,13 +109,25 @@ def decode(total: Tensor, bits: int) -> Tensor:
     return total.double() * 2.0**-bits
 
 
-def stream(seed: bytes, context: bytes, length: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def stream(seed: bytes, context: bytes, length: int) -> Whole:
     """Return `length` pseudorandom 64-bit numbers: ChaCha20 under a key made of a seed and its use."""
+    total = np.zeros(length, dtype=np.uint64)
+    _add_stream(total, seed, context, np.add)
+    return total
+
+
+def _add_stream(total: Whole, seed: bytes, context: bytes, change: np.ufunc) -> None:
+    """Add a stream to whole numbers, or subtract it, in blocks that stay in the processor's cache."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     key = _derived(seed, b"mask" + context)
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
-    return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8")
+    block = np.empty(min(BLOCK, len(total)), dtype="<u8")
+    for first in range(0, len(total), BLOCK):
+        part = total[first : first + BLOCK]
+        numbers = block[: len(part)]
+        cipher.update_into(memoryview(ZEROS)[: numbers.nbytes], numbers.view(np.uint8).data)
+        change(part, numbers, out=part)
 
 
 class Party:
@@ -191,12 +207,11 @@ class Party:
         self._masked.add(slot)
         total = values.numpy().astype(np.int64).view(np.uint64).copy()
         use = self._epoch + slot.to_bytes(4, "big") + context
-        np.add(total, stream(self._selves[slot], use, len(total)), out=total)
+        _add_stream(total, self._selves[slot], use, np.add)
         secret = _mask_key(self._masks[slot])
         for other in self._near:
             pair = _agreed(secret, self._roster[other]["masks"][slot])
-            change = np.add if self.name < other else np.subtract
-            change(total, stream(pair, use, len(total)), out=total)
+            _add_stream(total, pair, use, np.add if self.name < other else np.subtract)
         return torch.from_numpy(total.view(np.int64))
 
     def reveal(self, slot: int, survivors: Sequence[str]) -> dict[str, list[Any]]:
@@ -277,13 +292,12 @@ def unmask(
             continue
         seed = _combined(name, graph[name], revealed)
         if name in masked:
-            np.subtract(total, stream(seed, use, len(total)), out=total)
+            _add_stream(total, seed, use, np.subtract)
             continue
         secret = _mask_key(seed)
         for other in near:
             pair = _agreed(secret, roster[other]["masks"][slot])
-            undo = np.subtract if other < name else np.add
-            undo(total, stream(pair, use, len(total)), out=total)
+            _add_stream(total, pair, use, np.subtract if other < name else np.add)
     return torch.from_numpy(total.view(np.int64))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from coterie.models.fast.lazy_models import materialize
 ENOUGH = 3  # replies below which nobody can tell who is wrong
 ITERATIONS = 100  # of the geometric median at most
 TINY = 1e-12
+BLOCK = 1 << 16  # columns sorted at once
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,20 @@ class Aggregate:
         """Return which of the replies [k, d] are farther away than `screen` allows, [k]."""
         if math.isinf(self.screen) or len(values) < ENOUGH:
             return torch.zeros(len(values), dtype=torch.bool, device=values.device)
-        away = _distances(values, _median(values, torch.ones_like(values[:, :1])))
+        away = _distances(values, _middle(values))
         return away > self.screen * away.median().clamp(min=TINY)
 
     def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
         """Return one vector [d] for replies [k, d] with weights [k, 1]."""
+        return self.combine(values, weights)[0]
+
+    def combine(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one vector [d] for replies [k, d] with weights [k, 1], and which of them were left out, [k]."""
         values, weights = materialize(values), self.weights(weights).to(values.dtype)
-        near = ~self.outliers(values)
-        if not near.all():
-            values, weights = values[near], weights[near]
-        return RULES[self.rule](values, weights, float(self.strength or 0.0))
+        far = self.outliers(values)
+        if far.any():
+            values, weights = values[~far], weights[~far]
+        return RULES[self.rule](values, weights, float(self.strength or 0.0)), far
 
 
 def _mean(values: Tensor, weights: Tensor, strength: float) -> Tensor:
@@ -144,6 +150,18 @@ def _median(values: Tensor, weights: Tensor, strength: float = 0.0) -> Tensor:
     return ((ordered.gather(0, low) + ordered.gather(0, high)) / 2).squeeze(0)
 
 
+def _middle(values: Tensor) -> Tensor:
+    """Return the median of every coordinate; numpy sorts columns many times faster than torch."""
+    if values.device.type != "cpu":
+        return _median(values, torch.ones_like(values[:, :1]))
+    k, columns = len(values), values.detach().numpy()
+    found = np.empty(values.shape[1], dtype=columns.dtype)
+    for first in range(0, len(found), BLOCK):
+        part = np.sort(columns[:, first : first + BLOCK], axis=0)
+        found[first : first + BLOCK] = (part[(k - 1) // 2] + part[k // 2]) / 2
+    return torch.from_numpy(found)
+
+
 def _trimmed(values: Tensor, weights: Tensor, strength: float) -> Tensor:
     """Return the mean of every coordinate without this share of the weight at each end."""
     ordered, order = values.sort(0)
@@ -155,7 +173,7 @@ def _trimmed(values: Tensor, weights: Tensor, strength: float) -> Tensor:
 
 def _clip(values: Tensor, weights: Tensor, strength: float) -> Tensor:
     """Return the mean of replies that are drawn in to `strength` median distances from the median."""
-    centre = _median(values, torch.ones_like(weights))
+    centre = _middle(values)
     away = _distances(values, centre)
     shrink = (strength * away.median() / away.clamp(min=TINY)).clamp(max=1)
     return centre + _mean((values - centre) * shrink.unsqueeze(-1), weights, 0.0)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
 from coterie.engine.aggregate import PLAIN, Aggregate
-from coterie.models.fast.lazy_models import materialize
 
 UNNAMED = ""  # the name of a reply that is one tensor rather than a dict
 
@@ -149,11 +148,10 @@ class Replies:
 
     def _robust(self, values: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Return what the rule of the run makes of replies [k, d], and note whose were left out."""
-        values = materialize(values)
-        far = self.aggregate.outliers(values)
+        combined, far = self.aggregate.combine(values, weights)
         if far.any():
             self.note(ids[far])
-        return self.aggregate(values, weights)
+        return combined
 
     def _labels(self, by: Tensor | str) -> Tensor:
         """Return the cluster of each client that answered, [k]."""
