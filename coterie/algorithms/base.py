@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -111,6 +111,8 @@ class Algorithm:
 
     name: ClassVar[str] = ""
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
+    starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
+    stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

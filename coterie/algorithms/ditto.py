@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,6 +37,9 @@ class Ditto(Algorithm):
     lam: float = setting(1.0, "strength of the pull to the shared model", low=0, tune=(0.01, 0.1, 0.3, 1.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    stays: ClassVar[frozenset[str]] = frozenset({"personal"})
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

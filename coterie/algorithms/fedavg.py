@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -38,6 +40,8 @@ class FedAvg(Algorithm):
     weighting: str = setting(
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class Local(Algorithm):
     steps: int = setting(5, "steps per round", low=1)
     ridge: float = setting(0.0, "strength of the ridge penalty", low=0)
     exact: bool = setting(False, "solve for the minimiser instead of taking steps")
+
+    stays: ClassVar[frozenset[str]] = frozenset({"begin", "train"})
 
     def start(self, fed: Federation) -> State:
         return State(done=False)

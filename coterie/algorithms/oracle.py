@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class Oracle(Algorithm):
     lr: float = setting(0.05, "local step size", above=0, tune=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         clusters = fed.known_clusters(self.name)

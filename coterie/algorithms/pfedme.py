@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +35,8 @@ class PFedMe(Algorithm):
     inner_steps: int = setting(5, "gradient steps on the inner problem; 0 solves it exactly", low=0)
     inner_lr: float = setting(0.05, "step size on the inner problem", above=0)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

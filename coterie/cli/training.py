@@ -15,9 +15,12 @@ from coterie._core.errors import SettingError
 from coterie.algorithms import make
 from coterie.cli import console
 from coterie.cli.arguments import (
+    AggregateOption,
     ClientOption,
     ClusterOption,
+    DeltaOption,
     DropOption,
+    EpsilonOption,
     JsonOption,
     L2Option,
     MetricOption,
@@ -29,8 +32,10 @@ from coterie.cli.arguments import (
     TableArgument,
     TargetOption,
     TaskOption,
+    UnitOption,
     assignments,
     find_table,
+    privacy_of,
     require_place,
     write_json,
 )
@@ -124,6 +129,10 @@ def fit(
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
     l2: L2Option = None,
+    aggregate: AggregateOption = None,
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = 1e-5,
+    unit: UnitOption = "client",
     state_memory: StateMemoryOption = None,
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
@@ -162,6 +171,8 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
+            aggregate=aggregate,
+            privacy=privacy_of(epsilon, delta, unit),
         )
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())

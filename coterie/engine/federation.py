@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from coterie.engine.encoding import Encoded
 from coterie.engine.from_table import from_table
 from coterie.engine.from_texts import from_texts
 from coterie.engine.ledger import INSIDE, Entry, Ledger, weigh
+from coterie.engine.noise import Noise
+from coterie.engine.privacy import ClientPrivacy, PrivateHeld
 from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Visits
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
+from coterie.engine.sums import Clients as HeldBy
 from coterie.engine.sums import Held, SummedReplies, Total
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric
@@ -63,6 +67,8 @@ class Federation:
         self.texts = texts  # where they are and how they were read, for who wants them again
         self.byzantine = as_attacks(byzantine, self.names)
         self.aggregate = ON_NODES if runtime.capabilities.models_stay else Aggregate()
+        self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
+        self.noise: Noise | None = None
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -362,15 +368,20 @@ class Federation:
             base = randomness.key(self.seed, "byzantine", self.round, self._calls)
             answer = lied(answer, asked, self.byzantine, base)
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
-        self._meter(kind, phase, link, shared, each, len(asked), answer.named, answer.encoded)
-        named = answer.named
+        told = {} if self.privacy is not None else answer.named  # sums are metered when they are taken
+        self._meter(kind, phase, link, shared, each, len(asked), told, answer.encoded)
+        named, held = answer.named, answer.held
+        if held is None and named and self.privacy is not None and self.noise is not None:
+            rows = self.sizes[asked]
+            place = HeldBy(named, asked, rows, replace(call, each=each), answer.good)
+            held = PrivateHeld(place, self.privacy, self.noise)
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
         sizes = self.sizes if asked is self.everyone else self.sizes[asked]
-        if answer.held is not None:
-            return self._summed(algorithm, phase, link, asked, sizes, answer.held)
+        if held is not None:
+            return self._summed(algorithm, phase, link, asked, sizes, held)
 
         def note(far: Tensor) -> None:
             self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from coterie.data.column_types import some
 from coterie.models.metrics import find, main_metric
+from coterie.train import private
 
 if TYPE_CHECKING:
     import polars
@@ -174,6 +175,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "mean": _finite(_mean(run, split, metric, scores)),
         "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
         "observed": {name: _finite(value) for name, value in _observed(run).items()},
+        "privacy": private.report(run.fed),
         "seconds": run.seconds,
         "folder": str(run.folder) if run.folder is not None else None,
     }
@@ -216,6 +218,9 @@ def run_notes(run: Run) -> list[str]:
         )
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because no client replied.")
+    cost = private.explain(run.fed)
+    if cost is not None:
+        notes.append(cost)
     seen = _observed(run)
     if seen:
         values = ", ".join(f"{name} {value:.3g}" for name, value in seen.items())

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm
+from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.privacy import Privacy
 from coterie.models.metrics import Metric
 from coterie.select.auto import fit_chosen
 from coterie.train import fit as training
@@ -31,6 +33,8 @@ def fit(
     state_memory: float | None = None,
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
+    aggregate: str | Aggregate | None = None,
+    privacy: Privacy | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -43,8 +47,12 @@ def fit(
     "mlflow" or a tracker of your own. What clients keep stays in memory up to `state_memory` MB (None: all of it) and
     beyond that in a temporary file. `metric` (a name such as "auc", or a `coterie.metrics.Metric`) is what "auto" and
     `select="best"` go by instead of the loss, and what reports show; `metrics` are recorded beside it.
+    `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
+    `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client.
     """
     if algorithm == "auto":
+        if aggregate is not None or privacy is not None:
+            raise SettingError("a race takes no aggregate= or privacy=; fit the method it chose with them")
         if track is not None:
             raise SettingError("a race has many runs; fit the method it chose with track= instead")
         return fit_chosen(
@@ -64,4 +72,6 @@ def fit(
         state_memory=state_memory,
         metric=metric,
         metrics=metrics,
+        aggregate=aggregate,
+        privacy=privacy,
     )

@@ -16,9 +16,11 @@ from coterie._core import broadcast
 from coterie._core.errors import NobodyAnswered, RunError, SettingError
 from coterie._core.threads import helped
 from coterie.algorithms import Algorithm, make
+from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.privacy import Privacy
 from coterie.models.metrics import LOSS, Metric, find, resolve
-from coterie.train import checkpoint
+from coterie.train import checkpoint, private
 from coterie.train.checkpoint import Best, Clock, Progress
 from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
 from coterie.train.folder import RunFolder
@@ -47,6 +49,8 @@ def fit(
     state_memory: float | None = None,
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
+    aggregate: str | Aggregate | None = None,
+    privacy: Privacy | None = None,
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -79,6 +83,11 @@ def fit(
         Further metrics to record.
     state_memory
         Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
+    aggregate
+        How answers of clients are averaged, such as 'median', 'trimmed:0.1' or 'clip,cap'; None takes the plain mean,
+        and on nodes 'screen,cap'.
+    privacy
+        What the run may cost of the clients' privacy; None adds no noise.
 
     Returns
     -------
@@ -107,6 +116,8 @@ def fit(
         "score_test": score_test,
         "checkpoint_every": checkpoint_every or 0,
         **metric_plan(chosen, further),
+        **({} if aggregate is None else {"aggregate": str(_rule(aggregate))}),
+        **private.as_plan(privacy),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -115,8 +126,12 @@ def fit(
     _limit_state(fed, state_memory)
     started = time.perf_counter()
     with _threads(fed, algorithm):
+        secret = private.new_secret()
+        _protect(fed, algorithm, plan, secret)
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+        if folder is not None and "privacy" in plan:
+            private.keep_secret(folder.path, secret)
         if follower is None:
             return _train(fed, algorithm, progress, plan, folder, watch, started)
         follower.begin(fed, algorithm, plan)
@@ -126,6 +141,17 @@ def fit(
         )
         follower.end(run)
         return run
+
+
+def _rule(given: str | Aggregate) -> Aggregate:
+    return Aggregate.parse(given) if isinstance(given, str) else given
+
+
+def _protect(fed: Federation, algorithm: Algorithm, plan: dict[str, Any], secret: bytes) -> None:
+    """Let a federation average and add noise as the plan says."""
+    if "aggregate" in plan:
+        fed.aggregate = _rule(plan["aggregate"])
+    private.set_up(fed, algorithm, plan, secret)
 
 
 def _further(plan: dict[str, Any]) -> list[Metric]:
@@ -215,6 +241,8 @@ def resume(
     started = time.perf_counter()
     with _threads(fed, algorithm):
         folder.check_same(fed, anyway)
+        secret = private.read_secret(folder.path, folder.finished()) if "privacy" in plan else b""
+        _protect(fed, algorithm, plan, secret)
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
         progress = progress or _begin(fed, algorithm, plan)
@@ -363,7 +391,8 @@ def _advance(
         if watch is not None:
             watch(t, rounds)
         measured = t == 1 and bool(fed.model.measured())
-        if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
+        ends = "privacy" in plan or (folder is not None and not folder.can_write_tables())
+        if folder is not None and (measured or clock.due(t) if t < rounds else ends):
             with clock.saving():
                 checkpoint.save(folder.checkpoints, fed, progress)
 
@@ -409,7 +438,8 @@ def _finish(
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    progress.history.add(deployed_round, "train", fed.score(personal, "train", _further(plan)))
+    if "privacy" not in plan:
+        progress.history.add(deployed_round, "train", fed.score(personal, "train", _further(plan)))
     run = Run(
         fed=fed,
         algorithm=algorithm,
@@ -428,6 +458,7 @@ def _finish(
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path
+        private.forget_secret(folder.path)
     return run
 
 
@@ -449,7 +480,7 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
         return
     progress.history.add(t, "server", algorithm.observe(fed, progress.state))
     if not validated:
-        if not ends:
+        if not ends and "privacy" not in plan:
             progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
         return
     values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))

@@ -10,6 +10,7 @@ from torch import Tensor
 from coterie._core import files
 from coterie.engine.state import State
 from coterie.models.description import description
+from coterie.train import private
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.roster import Roster
 from coterie.train.run import Run
@@ -27,6 +28,9 @@ def save_run(folder: RunFolder, run: Run) -> None:
         return
     files.write_with(folder.path / "metrics.parquet", run.metrics.write_parquet)
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
+    spent = private.report(run.fed)
+    if spent is not None:
+        files.write_json(folder.path / "privacy.json", spent)
     files.write_json(
         folder.path / RESULT,
         {
