@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from coterie._core.errors import DataError, RunError
+from coterie._core.errors import DataError, RunError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.data import federated
 from coterie.data.federated import Roles
@@ -22,6 +22,7 @@ from coterie.deploy.transport import Envelope, Late, NodeCaller
 from coterie.engine.build import encode_clusters
 from coterie.engine.federation import Federation
 from coterie.engine.from_table import SPLIT, default_model
+from coterie.engine.privacy import Privacy
 from coterie.models.description import description, from_description
 from coterie.train.predict import fitted_to
 
@@ -165,6 +166,7 @@ def connect(
     dropout: float = 0.0,
     *,
     secure: bool = False,
+    privacy: Privacy | None = None,
 ) -> Federation:
     """Open a run on all nodes and return the federation of their clients.
 
@@ -180,6 +182,8 @@ def connect(
         Probability with which a client is left out of a call, for experiments.
     secure
         Answers of nodes are only added up, under masks.
+    privacy
+        What the run may cost of the clients' privacy, with its number of rounds; nodes add the noise.
 
     Returns
     -------
@@ -196,6 +200,9 @@ def connect(
     }
     if secure:
         settings["sums"] = {"secure": True}
+    if promised(privacy, secure) is not None:
+        assert privacy is not None
+        settings["privacy"] = {**privacy.to_json(), "clients": n}
     setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings)
     places = []
     for name, mine in plan.nodes.items():
@@ -228,6 +235,13 @@ def connect(
         dropout=dropout,
         table=TableSource(options, Preprocessor.from_json(plan.preprocessor), plan.warnings),
     )
+
+
+def promised(privacy: Privacy | None, secure: bool) -> Privacy | None:
+    """Return what a run may cost; raise `SettingError` if nodes cannot keep that promise."""
+    if privacy is not None and privacy.unit == "client" and not secure:
+        raise SettingError("--epsilon for clients needs --secure, because nodes share the noise of a sum")
+    return privacy
 
 
 def _greeted(

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from coterie.data.federated import Roles
 from coterie.deploy import keys
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.transport import NodeCaller
+from coterie.engine.privacy import Privacy
 from coterie.report.tables import run_notes, run_summary, run_table
 from coterie.train.fit import fit, resume
 
@@ -55,6 +56,8 @@ class JobRequest:
         Seconds to wait for nodes at the start.
     run : str
         Identifier of the run; made when the request is written.
+    secure : bool
+        Add answers of nodes up under masks.
     """
 
     out: str  # the run folder
@@ -67,6 +70,7 @@ class JobRequest:
     deadline: float = 60.0
     patience: float = 60.0
     run: str = ""
+    secure: bool = False
 
     @classmethod
     def read(cls, job: Path) -> JobRequest:
@@ -125,7 +129,10 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:
         reporter.note(warning)
-    fed = connect(caller, plan, algorithm)
+    options = dict(request.plan)
+    privacy = Privacy(**options.pop("privacy")) if options.get("privacy") else None
+    promise = None if privacy is None else replace(privacy, rounds=options["rounds"])
+    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=promise)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():
         _finish_again(fed, out, reporter)
@@ -139,7 +146,7 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if (out / "config.toml").exists():
         run = resume(out, fed, watch=watch)
     else:
-        run = fit(fed, algorithm, out=out, watch=watch, **request.plan)
+        run = fit(fed, algorithm, out=out, watch=watch, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)
     if len(done) < len(plan.nodes):

@@ -11,6 +11,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +29,7 @@ from coterie.data.split import split_rows
 from coterie.data.tables import TableSpec
 from coterie.deploy import messages, wire
 from coterie.deploy.client_state import CallId, ClientStateFiles
+from coterie.deploy.node_privacy import NodePrivacy
 from coterie.deploy.secure_sums import KINDS as SUM_KINDS
 from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.build import make_runtime
@@ -219,7 +221,8 @@ class OpenRun:
         self.runtime = _runtime(self.preprocessor, frame, counts, settings, tensors)
         self.state_files = ClientStateFiles(folder / "states")
         self.current: CallId | None = None  # the state that is in memory
-        self.sums = NodeSums.of(self.runtime, self.algorithm, setup)
+        self.privacy = NodePrivacy.of(folder, setup, self.runtime, self.algorithm)
+        self.sums = NodeSums.of(self.runtime, self.algorithm, setup, self.privacy)
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
@@ -227,7 +230,8 @@ class OpenRun:
         before = self.runtime.store.writes
         stamp: CallId | None = self.current
         self.current = (-1, -1)  # in between, should the phase fail
-        reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        with nullcontext() if self.privacy is None else self.privacy.paying(header, tensors):
+            reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
         if self.sums is not None:
             reply, values = self.sums.hold(header, tensors, (reply, values))
         if self.runtime.store.writes > before:
@@ -296,6 +300,8 @@ class OpenRun:
             },
         )
         self.state_files.clear()
+        if self.privacy is not None:
+            self.privacy.finish()
         for old in (self.folder / "models").glob("*.safetensors"):
             old.unlink(missing_ok=True)
         return {"models": len(own)}, {}

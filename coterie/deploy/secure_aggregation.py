@@ -60,6 +60,18 @@ def threshold(holders: int) -> int:
     return min(holders - 1, 2 * holders // 3 + 1)
 
 
+def enough(nodes: int) -> int:
+    """Return how many nodes must be left in a sum: two thirds of those that prepared for it, and at least three.
+
+    Examples
+    --------
+    >>> from coterie.deploy.secure_aggregation import enough
+    >>> enough(3), enough(4), enough(20)
+    (3, 3, 14)
+    """
+    return max(LEAST, math.ceil(2 * nodes / 3))
+
+
 def digest(*parts: Any) -> bytes:
     """Return a hash of JSON values, the same on server and nodes."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).digest()
@@ -155,6 +167,11 @@ class Party:
         self._masked: set[int] = set()
         self._revealed: set[int] = set()
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that prepared for these sums."""
+        return len(self._roster)
+
     def public(self) -> dict[str, Any]:
         """Return the public keys of this node: one for messages between nodes, one for the masks of each slot."""
         return {
@@ -222,8 +239,9 @@ class Party:
         alive = set(survivors)
         if slot not in self._masked or slot in self._revealed:
             raise WireError("message rejected: this sum was unmasked already, or never masked")
-        if len(alive) < LEAST or not alive <= set(self._roster) or self.name not in alive:
-            raise WireError(f"message rejected: fewer than {LEAST} nodes are in the sum")
+        least = enough(len(self._roster))
+        if len(alive) < least or not alive <= set(self._roster) or self.name not in alive:
+            raise WireError(f"message rejected: fewer than {least} nodes are in the sum")
         self._revealed.add(slot)
         found: dict[str, list[Any]] = {}
         for owner, shares in self._held.items():

@@ -26,6 +26,7 @@ from coterie.engine.protocol import Call, FederatedAlgorithm
 from coterie.engine.sums import Clients, SumRequest, Total
 
 if TYPE_CHECKING:
+    from coterie.deploy.node_privacy import NodePrivacy
     from coterie.engine.local_runtime import LocalRuntime
 
 KINDS = ("sum_keys", "sum_shares", "sum", "unmask")
@@ -49,21 +50,37 @@ class NodeSums:
         The node's clients and what they run.
     secure
         Whether sums leave under masks only.
+    privacy
+        Noise and budget of the node's clients, where they are kept private.
     """
 
-    def __init__(self, runtime: LocalRuntime, algorithm: FederatedAlgorithm, secure: bool) -> None:
-        self.runtime, self.algorithm, self.secure = runtime, algorithm, secure
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        algorithm: FederatedAlgorithm,
+        secure: bool,
+        privacy: NodePrivacy | None = None,
+    ) -> None:
+        self.runtime, self.algorithm, self.secure, self.privacy = runtime, algorithm, secure, privacy
         self._held: Clients | None = None
         self._summed: set[str | None] = set()
         self._party: secure_aggregation.Party | None = None
 
     @classmethod
     def of(
-        cls, runtime: LocalRuntime, algorithm: FederatedAlgorithm, setup: Mapping[str, Any]
+        cls,
+        runtime: LocalRuntime,
+        algorithm: FederatedAlgorithm,
+        setup: Mapping[str, Any],
+        privacy: NodePrivacy | None = None,
     ) -> NodeSums | None:
         """Return what the settings of a run ask for; None where answers leave one by one."""
         sums = setup.get("sums")
-        return None if sums is None else cls(runtime, algorithm, bool(sums["secure"]))
+        if sums is not None:
+            return cls(runtime, algorithm, bool(sums["secure"]), privacy)
+        if privacy is not None and privacy.settings.unit == "client":
+            raise SettingError("noise that nodes share needs secure sums: --secure")
+        return None
 
     def hold(self, header: dict[str, Any], sent: dict[str, Tensor], reply: Message) -> Message:
         """Keep the values of a reply here, and return the reply without them."""
@@ -128,6 +145,11 @@ class NodeSums:
 
     def _total(self, place: Clients, request: SumRequest) -> tuple[Tensor, float]:
         """Return the sums of this node's clients as one vector, and their weight."""
+        if self.privacy is not None and self.privacy.settings.unit == "client":
+            if self._party is None or request.clip <= 0:
+                raise wire.WireError("message rejected: this node gives noisy sums only, with a clip norm")
+            among = secure.enough(self._party.nodes)
+            return self.privacy.total(place, request, among), float(len(place.ids))
         share = place.members(request) * place.weights(request).t()
         total = (share @ place.values(request)).flatten()
         if isinstance(request.groups, str):
@@ -197,6 +219,7 @@ class SumCaller:
             for name, reply in self._fine(self.caller.ask(asked)).items()
             if _are_keys(reply[0].get("keys"), slots)
         }
+        self._roster = {}
         self._require(roster, "exchange of keys")
         told = {name: ({"kind": "sum_shares", "run": self.run, "roster": roster}, {}) for name in roster}
         sent = {
@@ -253,7 +276,7 @@ class SumCaller:
             if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
                 self.caller.note(f"{name} is left out of a sum: malformed shape")
                 continue
-            length = request.count * (math.prod(shape) + isinstance(request.groups, str))
+            length = request.count * (math.prod(shape) + isinstance(request.groups, str)) + (request.clip > 0)
             if values is None or values.dtype != kind or values.shape != (length,):
                 self.caller.note(f"{name} is left out of a sum: malformed values")
                 continue
@@ -273,11 +296,12 @@ class SumCaller:
         return good
 
     def _require(self, nodes: Sequence[str] | Mapping[str, Any], what: str) -> None:
-        if len(nodes) < (secure.LEAST if self.secure else 1):
+        least = secure.enough(len(self._roster)) if self.secure else 1
+        if len(nodes) < least:
             self._roster = {}
-            raise NobodyAnswered(
-                f"{what}: {len(nodes)} nodes are left, and a secure sum needs {secure.LEAST}"
-            )
+            problem = f"{what}: {len(nodes)} nodes are left, and a secure sum needs {least}"
+            self.caller.note(problem)
+            raise NobodyAnswered(problem)
 
 
 @dataclass(frozen=True)
@@ -315,14 +339,16 @@ def request_from(about: Mapping[str, Any]) -> SumRequest:
 
 def _split(flat: Tensor, shape: tuple[int, ...], request: SumRequest, ids: Tensor, rows: Tensor) -> Total:
     """Return the sums and weights in one vector as a `Total`."""
-    count = request.count
+    count, short = request.count, 0.0
+    if request.clip > 0:
+        flat, short = flat[:-1], float(flat[-1])
     if isinstance(request.groups, str):
         flat, weights = flat[:-count], flat[-count:].unsqueeze(-1)
     else:
         each = torch.ones(len(ids), dtype=torch.float64) if request.uniform else rows[ids].flatten().double()
         label = torch.zeros(len(ids), dtype=torch.long) if request.groups is None else request.groups[ids]
         weights = torch.zeros(count, dtype=torch.float64).index_add(0, label, each).unsqueeze(-1)
-    return Total(flat.view(count, *shape), weights, ids)
+    return Total(flat.view(count, *shape), weights, ids, short)
 
 
 def _check_groups(about: Mapping[str, Any], own: Tensor) -> None:

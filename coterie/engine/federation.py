@@ -22,7 +22,7 @@ from coterie.engine.from_table import from_table
 from coterie.engine.from_texts import from_texts
 from coterie.engine.ledger import INSIDE, Entry, Ledger, weigh
 from coterie.engine.noise import Noise
-from coterie.engine.privacy import ClientPrivacy, PrivateHeld
+from coterie.engine.privacy import ClientPrivacy, NoisyNodes, Privacy, PrivateHeld
 from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Visits
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
@@ -69,6 +69,7 @@ class Federation:
         self.aggregate = ON_NODES if runtime.capabilities.models_stay else Aggregate()
         self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
         self.noise: Noise | None = None
+        self.promised: Privacy | None = None  # what this run may cost
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -371,7 +372,9 @@ class Federation:
         told = {} if self.privacy is not None else answer.named  # sums are metered when they are taken
         self._meter(kind, phase, link, shared, each, len(asked), told, answer.encoded)
         named, held = answer.named, answer.held
-        if held is None and named and self.privacy is not None and self.noise is not None:
+        if held is not None and self.privacy is not None:
+            held = NoisyNodes(held, self.privacy, replace(call, each=each), asked)
+        elif named and self.privacy is not None and self.noise is not None:
             rows = self.sizes[asked]
             place = HeldBy(named, asked, rows, replace(call, each=each), answer.good)
             held = PrivateHeld(place, self.privacy, self.noise)

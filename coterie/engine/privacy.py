@@ -20,7 +20,8 @@ from torch import Tensor
 from coterie._core.errors import SettingError
 from coterie.engine import accounting
 from coterie.engine.noise import Noise, fingerprint
-from coterie.engine.sums import Clients, SumRequest, SumsOnly, Total
+from coterie.engine.protocol import Call
+from coterie.engine.sums import Clients, Held, SumRequest, SumsOnly, Total
 
 UNITS = ("client", "row")
 CLIP = 1.0  # first clip norm
@@ -109,25 +110,22 @@ class ClientPrivacy:
             )
         return replace(request, uniform=True, clip=self.clips.get(phase, self.settings.clip))
 
-    def finish(self, phase: str, request: SumRequest, noisy: Tensor, origins: Tensor, total: Total) -> Total:
+    def finish(self, phase: str, request: SumRequest, total: Total, origins: Tensor) -> Total:
         """Return a sum with what clients started from added back, and adapt the clip norm.
 
         Parameters
         ----------
         phase, request
             The sum that was asked for.
-        noisy
-            Noisy sum of clipped differences, one vector, and the noisy count of those that were not clipped.
+        total
+            The noisy sum of clipped differences.
         origins
             Sums of what the clients started from, [K, length].
-        total
-            Shape, weights and clients of the sum.
         """
-        short = float(noisy[-1]) / len(total.ids) + 0.5
+        short = total.short / len(total.ids) + 0.5
         self.clips[phase] = request.clip * math.exp(-SPEED * (min(max(short, 0.0), 1.0) - QUANTILE))
         self.used[total.ids] += 1
-        values = noisy[:-1].view(request.count, -1) + origins
-        return replace(total, values=values.view(total.values.shape))
+        return replace(total, values=total.values + origins.view(total.values.shape))
 
     def spent(self) -> Tensor:
         """Return epsilon of every client so far, [n]."""
@@ -238,7 +236,41 @@ class PrivateHeld:
         request = self.privacy.request(phase, request)
         noisy = private_sum(place, request, self.privacy.noise, self.noise)
         weights = (place.members(request) * place.weights(request).t()).sum(-1, keepdim=True)
-        shape = torch.empty(request.count, *place.shape(request), dtype=torch.float64)
+        values = noisy[:-1].view(request.count, *place.shape(request))
         ids = place.ids if place.good is None else place.ids[place.good]
-        total = Total(shape, weights, ids)
-        return self.privacy.finish(phase, request, noisy, origins(place, request), total)
+        total = Total(values, weights, ids, float(noisy[-1]))
+        return self.privacy.finish(phase, request, total, origins(place, request))
+
+
+@dataclass(frozen=True)
+class NoisyNodes:
+    """Answers that nodes hold, of which they give out noisy sums.
+
+    Attributes
+    ----------
+    held : Held
+        Where the answers are.
+    privacy : ClientPrivacy
+        The budget of the run.
+    call : Call
+        The call that was answered, with a row of `each` for every client in `asked`.
+    asked : Tensor
+        The clients that were asked, [k].
+    """
+
+    held: Held
+    privacy: ClientPrivacy
+    call: Call
+    asked: Tensor
+
+    def total(self, request: SumRequest) -> Total:
+        """Return a noisy sum of the answers."""
+        phase = self.call.phase
+        request = self.privacy.request(phase, request)
+        total = self.held.total(request)
+        where = torch.isin(self.asked, total.ids).nonzero().squeeze(-1)
+        call = replace(self.call, each={name: value[where] for name, value in self.call.each.items()})
+        empty = torch.zeros(len(where), *total.values.shape[1:], dtype=torch.float64)
+        named = {} if request.name is None else {request.name: empty}
+        place = Clients(named, self.asked[where], torch.ones(len(where), 1), call)
+        return self.privacy.finish(phase, request, total, origins(place, request))

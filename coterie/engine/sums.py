@@ -60,11 +60,14 @@ class Total:
         The sums of the weights, [K, 1].
     ids : Tensor
         Clients that are in it.
+    short : float
+        With a clip norm: how many differences were not clipped, less half of them.
     """
 
     values: Tensor
     weights: Tensor
     ids: Tensor
+    short: float = 0.0
 
 
 class Held(Protocol):

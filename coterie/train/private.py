@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coterie._core.errors import RunError, SettingError
@@ -39,11 +40,12 @@ def set_up(fed: Federation, algorithm: Algorithm, plan: Mapping[str, Any], secre
     if "privacy" not in plan:
         return
     settings = replace(Privacy(**plan["privacy"]), rounds=int(plan["rounds"]))
+    fed.promised = settings
     if settings.unit == "client":
         fed.privacy, fed.noise = ClientPrivacy(settings, fed.n), Noise(secret)
         return
     if fed.runtime.capabilities.models_stay:
-        return  # nodes have their own noise
+        return  # nodes have their own noise, and refuse what goes beyond the promise
     if not isinstance(fed.runtime, LocalRuntime):
         raise SettingError("differential privacy of rows needs the clients in this process, or on nodes")
     fed.runtime.private = row_privacy(fed, fed.runtime, algorithm, settings, Noise(secret))
@@ -87,15 +89,11 @@ def restore(fed: Federation, stored: Mapping[str, Any] | None) -> None:
 
 
 def spent(fed: Federation) -> Tensor | None:
-    """Return epsilon of every client so far, [n]; None in a run without noise in this process."""
+    """Return epsilon of every client so far, [n]; of rows on nodes what these may spend. None without privacy."""
     accountant = _accountant(fed)
-    return None if accountant is None else accountant.spent()
-
-
-def settings_of(fed: Federation) -> Privacy | None:
-    """Return what a run may cost, or None."""
-    accountant = _accountant(fed)
-    return None if accountant is None else accountant.settings
+    if accountant is not None:
+        return accountant.spent()
+    return None if fed.promised is None else torch.full((fed.n,), fed.promised.epsilon)
 
 
 def new_secret() -> bytes:
@@ -127,7 +125,7 @@ def forget_secret(folder: Path) -> None:
 
 def report(fed: Federation) -> dict[str, Any] | None:
     """Return what `privacy.json` in a run folder holds: the settings and epsilon by client."""
-    settings, costs = settings_of(fed), spent(fed)
+    settings, costs = fed.promised, spent(fed)
     if settings is None or costs is None:
         return None
     by_client = {name: round(float(cost), 6) for name, cost in zip(fed.names, costs, strict=True)}
@@ -136,7 +134,7 @@ def report(fed: Federation) -> dict[str, Any] | None:
 
 def explain(fed: Federation) -> str | None:
     """Return one sentence on the privacy that was spent."""
-    settings, costs = settings_of(fed), spent(fed)
+    settings, costs = fed.promised, spent(fed)
     if settings is None or costs is None or not len(costs):
         return None
     who = "client with all its rows" if settings.unit == "client" else "row"
