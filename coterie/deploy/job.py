@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ from coterie.data.federated import Roles
 from coterie.deploy import keys
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.transport import NodeCaller
-from coterie.engine.privacy import Privacy
 from coterie.report.tables import run_notes, run_summary, run_table
 from coterie.train.fit import fit, resume
+from coterie.train.private import IN_PLAN, from_plan
 
 if TYPE_CHECKING:
     from coterie.deploy.transport import Transport
@@ -129,10 +129,8 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:
         reporter.note(warning)
-    options = dict(request.plan)
-    privacy = Privacy(**options.pop("privacy")) if options.get("privacy") else None
-    promise = None if privacy is None else replace(privacy, rounds=options["rounds"])
-    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=promise)
+    privacy = from_plan(request.plan)
+    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():
         _finish_again(fed, out, reporter)
@@ -146,6 +144,7 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if (out / "config.toml").exists():
         run = resume(out, fed, watch=watch)
     else:
+        options = {name: value for name, value in request.plan.items() if name not in IN_PLAN}
         run = fit(fed, algorithm, out=out, watch=watch, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)

@@ -167,7 +167,8 @@ def _trimmed(values: Tensor, weights: Tensor, strength: float) -> Tensor:
     ordered, order = values.sort(0)
     own = weights.expand_as(values).gather(0, order) / weights.sum()
     upto = own.cumsum(0)
-    kept = (upto.clamp(max=1 - strength) - (upto - own).clamp(min=strength)).clamp(min=0)
+    kept = upto.clamp(max=1 - strength) - (upto - own).clamp(min=strength)
+    kept = torch.where(kept > TINY, kept, 0.0)  # no rest of rounding on a huge value
     return (kept * ordered).sum(0) / kept.sum(0)
 
 
@@ -182,7 +183,7 @@ def _clip(values: Tensor, weights: Tensor, strength: float) -> Tensor:
 def _geometric_median(values: Tensor, weights: Tensor, strength: float) -> Tensor:
     """Return the point with the least weighted sum of distances, by Weiszfeld's iteration from the median."""
     centre = _median(values, weights)
-    least = TINY * (1 + float(values.abs().max()))
+    least = TINY * (1 + float(_distances(values, centre).median()))
     for _ in range(ITERATIONS):
         pull = weights / _distances(values, centre).clamp(min=least).unsqueeze(-1)
         before, centre = centre, _mean(values, pull, 0.0)

@@ -238,6 +238,10 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
         parts += ["--select", plan["select"]]
     if "metric" in plan:
         parts += ["--metric", _quoted(plan["metric"])]
+    if "aggregate" in plan:
+        parts += ["--aggregate", plan["aggregate"]]
+    if "epsilon" in plan:
+        parts += ["--epsilon", str(plan["epsilon"]), "--delta", str(plan["delta"]), "--unit", plan["unit"]]
     if federation.get("dropout"):
         parts += ["--dropout", str(federation["dropout"])]
     parts += ["--algorithm", "local" if alone else run.algorithm]

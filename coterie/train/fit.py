@@ -130,7 +130,7 @@ def fit(
         _protect(fed, algorithm, plan, secret)
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        if folder is not None and "privacy" in plan:
+        if folder is not None and "epsilon" in plan:
             private.keep_secret(folder.path, secret)
         if follower is None:
             return _train(fed, algorithm, progress, plan, folder, watch, started)
@@ -241,7 +241,7 @@ def resume(
     started = time.perf_counter()
     with _threads(fed, algorithm):
         folder.check_same(fed, anyway)
-        secret = private.read_secret(folder.path, folder.finished()) if "privacy" in plan else b""
+        secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
         _protect(fed, algorithm, plan, secret)
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
@@ -391,7 +391,7 @@ def _advance(
         if watch is not None:
             watch(t, rounds)
         measured = t == 1 and bool(fed.model.measured())
-        ends = "privacy" in plan or (folder is not None and not folder.can_write_tables())
+        ends = "epsilon" in plan or (folder is not None and not folder.can_write_tables())
         if folder is not None and (measured or clock.due(t) if t < rounds else ends):
             with clock.saving():
                 checkpoint.save(folder.checkpoints, fed, progress)
@@ -438,7 +438,7 @@ def _finish(
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    if "privacy" not in plan:
+    if "epsilon" not in plan:
         progress.history.add(deployed_round, "train", fed.score(personal, "train", _further(plan)))
     run = Run(
         fed=fed,
@@ -480,7 +480,7 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
         return
     progress.history.add(t, "server", algorithm.observe(fed, progress.state))
     if not validated:
-        if not ends and "privacy" not in plan:
+        if not ends and "epsilon" not in plan:
             progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
         return
     values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))

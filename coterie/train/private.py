@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from coterie.engine.noise import Noise
 from coterie.engine.privacy import ClientPrivacy, Privacy
 from coterie.engine.row_privacy import Counting, RowPrivacy, planned_steps
 
+IN_PLAN = ("epsilon", "delta", "unit", "clip")
 KEY = "noise.key"  # deleted when the run is complete: without it nobody can take the noise off again
 
 
@@ -33,13 +33,13 @@ def set_up(fed: Federation, algorithm: Algorithm, plan: Mapping[str, Any], secre
     algorithm
         What is run.
     plan
-        The plan of the run, with `privacy` and `rounds`.
+        The plan of the run.
     secret
         Key of the noise.
     """
-    if "privacy" not in plan:
+    settings = from_plan(plan)
+    if settings is None:
         return
-    settings = replace(Privacy(**plan["privacy"]), rounds=int(plan["rounds"]))
     fed.promised = settings
     if settings.unit == "client":
         fed.privacy, fed.noise = ClientPrivacy(settings, fed.n), Noise(secret)
@@ -154,6 +154,11 @@ def _accountant(fed: Federation) -> ClientPrivacy | RowPrivacy | None:
 
 def as_plan(privacy: Privacy | None) -> dict[str, Any]:
     """Return what the plan of a run says of privacy; nothing where there is none."""
-    return (
-        {} if privacy is None else {"privacy": {k: v for k, v in privacy.to_json().items() if k != "rounds"}}
-    )
+    return {} if privacy is None else {name: getattr(privacy, name) for name in IN_PLAN}
+
+
+def from_plan(plan: Mapping[str, Any]) -> Privacy | None:
+    """Return what a run may cost by its plan, or None."""
+    if "epsilon" not in plan:
+        return None
+    return Privacy(**{name: plan[name] for name in IN_PLAN}, rounds=int(plan["rounds"]))
