@@ -145,6 +145,7 @@ def fit(
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
     require_place(json)
+    privacy = privacy_of(epsilon, delta, unit)
     fed = Federation.from_table(
         find_table(table),
         client,
@@ -155,6 +156,7 @@ def fit(
         seed=seed,
         dropout=dropout,
         l2=l2,
+        privacy=privacy,
     )
     console.notes(fed.table.warnings)
     if budget_mb is not None and not isinstance(method, str):
@@ -172,7 +174,7 @@ def fit(
             state_memory=state_memory,
             metric=metric,
             aggregate=aggregate,
-            privacy=privacy_of(epsilon, delta, unit),
+            privacy=privacy,
         )
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())

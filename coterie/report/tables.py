@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from coterie.algorithms.base import Algorithm
     from coterie.select.compare import Comparison
+    from coterie.select.privacy_curve import PrivacyCurve
     from coterie.select.tune import Search
     from coterie.train.adapt import Adapted
     from coterie.train.run import Run
@@ -128,6 +129,23 @@ class _Decimals:
             return "not finite"
         text = f"{value:{sign}.{self.places}f}"
         return text if len(text) <= self.places + 8 else f"{value:{sign}.3g}"
+
+
+def privacy_table(curve: PrivacyCurve) -> Table:
+    """Return a table of a privacy curve: a row per method, a column per epsilon."""
+    prices = list(dict.fromkeys(point.epsilon for point in curve.points))
+    names = list(dict.fromkeys(point.algorithm for point in curve.points))
+    show = _Decimals.for_metric(curve.metric, (point.mean for point in curve.points))
+    found = {(point.algorithm, point.epsilon): show(point.mean) for point in curve.points}
+    shown = [f"epsilon {price:g}" if math.isfinite(price) else "no noise" for price in prices]
+    values = [
+        (title, [found[name, price] for name in names]) for title, price in zip(shown, prices, strict=True)
+    ]
+    title = (
+        f"Mean test {curve.metric} ({direction(curve.metric)}); every {curve.unit} is protected with delta "
+        f"{curve.delta:g}"
+    )
+    return _number_table(title, ("method", names), values, None)
 
 
 def run_table(run: Run, most: int = 20) -> Table:

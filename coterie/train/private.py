@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,16 @@ def set_up(fed: Federation, algorithm: Algorithm, plan: Mapping[str, Any], secre
     secret
         Key of the noise.
     """
-    settings = from_plan(plan)
-    if settings is None:
+    promise = from_plan(plan)
+    if promise is None:
         return
-    fed.promised = settings
+    fed.promised = promise
+    epsilon, delta = paid(fed)
+    if epsilon >= promise.epsilon or delta >= promise.delta:
+        raise SettingError(
+            f"the statistics of the table have cost epsilon {epsilon:g}, and nothing is left of {promise.epsilon:g}"
+        )
+    settings = replace(promise, epsilon=promise.epsilon - epsilon, delta=promise.delta - delta)
     if settings.unit == "client":
         fed.privacy, fed.noise = ClientPrivacy(settings, fed.n), Noise(secret)
         return
@@ -49,6 +56,12 @@ def set_up(fed: Federation, algorithm: Algorithm, plan: Mapping[str, Any], secre
     if not isinstance(fed.runtime, LocalRuntime):
         raise SettingError("differential privacy of rows needs the clients in this process, or on nodes")
     fed.runtime.private = row_privacy(fed, fed.runtime, algorithm, settings, Noise(secret))
+
+
+def paid(fed: Federation) -> tuple[float, float]:
+    """Return the epsilon and delta that the statistics of the table have cost."""
+    spent = () if fed.table is None else fed.table.options.get("paid", ())
+    return (float(spent[0]), float(spent[1])) if spent else (0.0, 0.0)
 
 
 def row_privacy(
@@ -92,7 +105,7 @@ def spent(fed: Federation) -> Tensor | None:
     """Return epsilon of every client so far, [n]; of rows on nodes what these may spend. None without privacy."""
     accountant = _accountant(fed)
     if accountant is not None:
-        return accountant.spent()
+        return accountant.spent() + paid(fed)[0]
     return None if fed.promised is None else torch.full((fed.n,), fed.promised.epsilon)
 
 
@@ -140,9 +153,12 @@ def explain(fed: Federation) -> str | None:
     who = "client with all its rows" if settings.unit == "client" else "row"
     low, high = float(costs.min()), float(costs.max())
     cost = f"{high:.3g}" if high - low < 0.005 else f"{low:.3g} to {high:.3g}, by client"
+    covered = (
+        "for training rows" if fed.table is None or paid(fed)[0] else "for training rows, less the encoding"
+    )
     return (
-        f"Privacy of every {who}: epsilon {cost} (at most {settings.epsilon:g}) with delta {settings.delta:g}, for "
-        "training rows. Scores of validation and test rows are exact."
+        f"Privacy of every {who}: epsilon {cost} (at most {settings.epsilon:g}) with delta {settings.delta:g}, "
+        f"{covered}. Scores of validation and test rows are exact."
     )
 
 
