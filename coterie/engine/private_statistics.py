@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.2  # of epsilon and delta for statistics
 LOW, HIGH = -10, 31  # bins from 2^-10 to 2^31 on either side of zero
-STANDS_OUT = 3.0  # standard deviations of noise
+STANDS_OUT = 4.5  # standard deviations of noise: one column in 3,000 has a bin of nothing but noise
 
 Histogram = np.ndarray[Any, np.dtype[np.float64]]
 

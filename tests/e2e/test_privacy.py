@@ -34,11 +34,11 @@ def test_a_secure_run_trains_what_one_process_trains(live: Live) -> None:
 
 
 def test_a_node_that_is_killed_in_a_secure_run(live: Live) -> None:
-    job = live.job("secure-killed", make("fedavg", batch=4), 40, FIVE, l2=0.1, secure=True, deadline=5.0)
+    job = live.job("secure-killed", make("fedavg", batch=4), 8, FIVE, l2=0.1, secure=True, deadline=5.0)
     dead = []
 
     def watch(told: dict[str, Any]) -> None:
-        if told.get("round", 0) >= 3 and not dead:
+        if told.get("round", 0) >= 2 and not dead:
             live.kill("n4", signal.SIGKILL)
             dead.append(told["round"])
 
