@@ -64,5 +64,5 @@ def advantage(privacy: Privacy | None) -> float:
 
 def test_noise_hides_who_was_trained_on():
     exact, noisy = advantage(None), advantage(Privacy(1.0, 1e-3, "row"))
-    assert exact > 0.25  # the attack works
+    assert exact > 0.15  # the attack works
     assert noisy < 0.1 and noisy < exact / 2  # and learns little of what was protected
