@@ -197,8 +197,8 @@ class Party:
         for mask, own in zip(self._masks, self._selves, strict=True):
             for holder, one, other in zip(
                 holders,
-                Shamir.split(least, len(holders), mask),
-                Shamir.split(least, len(holders), own),
+                Shamir.split(least, len(holders), mask, False),
+                Shamir.split(least, len(holders), own, False),
                 strict=True,
             ):
                 pieces[holder].append(one[1] + other[1])
@@ -329,7 +329,7 @@ def _combined(name: str, near: Sequence[str], revealed: Mapping[str, Mapping[str
     ]
     if len(shares) < least:
         raise WireError(f"{len(shares)} nodes hold shares of {name}, and {least} are needed")
-    return bytes(Shamir.combine(shares[:least]))
+    return bytes(Shamir.combine(shares[:least], False))
 
 
 def _unpacked(content: bytes, index: int) -> list[tuple[int, bytes, bytes]]:

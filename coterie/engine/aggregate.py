@@ -193,7 +193,8 @@ def _geometric_median(values: Tensor, weights: Tensor, strength: float) -> Tenso
 
 
 def _distances(values: Tensor, centre: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values - centre, dim=1)
+    away: Tensor = torch.linalg.vector_norm(values - centre, dim=1)
+    return away
 
 
 RULES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {

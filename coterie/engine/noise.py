@@ -63,7 +63,8 @@ class Noise:
     def normal(self, use: str, shape: int | Sequence[int]) -> Tensor:
         """Return standard normal numbers of a shape."""
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return torch.special.ndtri(self.uniform(use, int(np.prod(sizes)))).view(sizes)
+        drawn: Tensor = torch.special.ndtri(self.uniform(use, int(np.prod(sizes))))
+        return drawn.view(sizes)
 
     def _bits(self, use: str, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
         try:
