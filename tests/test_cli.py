@@ -33,6 +33,7 @@ COMMANDS = (
     "compare",
     "fit",
     "plan",
+    "privacy",
     "tune",
     "resume",
     "predict",
