@@ -108,7 +108,7 @@ class RemoteRuntime(Runtime):
 
     def __init__(self, caller: NodeCaller, places: list[Place], setup: Setup, n: int) -> None:
         self.caller, self.places, self.setup, self.n = caller, places, setup, n
-        self.rows = torch.zeros(n, 1, dtype=torch.float64)  # training rows of each client
+        self.train_rows = torch.zeros(n, 1, dtype=torch.float64)  # training rows of each client
         self.place = torch.full((n,), -1)
         self.position = torch.zeros(n, dtype=torch.long)
         for k, place in enumerate(places):
@@ -122,7 +122,7 @@ class RemoteRuntime(Runtime):
         """Return the same nodes with no state kept; the nodes' seed stays that of the run."""
         places = [replace(place, stamp=None, floor=None) for place in self.places]
         runtime = RemoteRuntime(self.caller, places, self.setup, self.n)
-        runtime.rows = self.rows
+        runtime.train_rows = self.train_rows
         return runtime
 
     def run(self, call: Call, visits: Visits) -> Answer:
@@ -139,7 +139,7 @@ class RemoteRuntime(Runtime):
         ids = {
             self.places[k].name: fine[self.place[fine] == k] for k in sorted(set(self.place[fine].tolist()))
         }
-        return replace(answer, held=RemoteHeld(self.sums, call, ids, self.rows))
+        return replace(answer, held=RemoteHeld(self.sums, call, ids, self.train_rows))
 
     def evaluate(
         self,
@@ -248,7 +248,7 @@ class RemoteRuntime(Runtime):
             if not place.known:
                 place.known = True
                 found.append((place.ids, rows))
-                self.rows[place.ids] = rows["train"].double().unsqueeze(-1)
+                self.train_rows[place.ids] = rows["train"].double().unsqueeze(-1)
         return found
 
     def begin_round(self, t: int, state: State | None) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -211,7 +211,7 @@ class SumCaller:
         if set(names) == set(self._roster) and self._next < self._slots:
             return names
         slots = SLOTS if not self._roster or set(names) == set(self._roster) else 1
-        asked = {
+        asked: dict[str, Envelope] = {
             name: ({"kind": "sum_keys", "run": self.run, "node": name, "slots": slots}, {}) for name in names
         }
         roster = {
@@ -221,9 +221,11 @@ class SumCaller:
         }
         self._roster = {}
         self._require(roster, "exchange of keys")
-        told = {name: ({"kind": "sum_shares", "run": self.run, "roster": roster}, {}) for name in roster}
-        sent = {
-            name: reply[0].get("shares")
+        told: dict[str, Envelope] = {
+            name: ({"kind": "sum_shares", "run": self.run, "roster": roster}, {}) for name in roster
+        }
+        sent: dict[str, dict[str, Any]] = {
+            name: reply[0]["shares"]
             for name, reply in self._fine(self.caller.ask(told)).items()
             if isinstance(reply[0].get("shares"), dict)
         }

@@ -310,7 +310,7 @@ class LocalRuntime(Runtime):
         def client(at: Tensor | None, rows: slice | int) -> Client:
             encoder = Encoder(call.compress, call.phase)
             made = Client(self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads)
-            stays = getattr(call.algorithm, "stays", frozenset())
+            stays: frozenset[str] = getattr(call.algorithm, "stays", frozenset())
             if self.private is not None and call.phase != "deploy" and call.phase not in stays:
                 made.private, made.stays = self.private, stays
                 made.use = f"{call.phase} {call.round} {call.call}"

@@ -186,7 +186,7 @@ class Clients:
         if request.groups is None:
             return torch.ones(1, len(self.ids), dtype=torch.float64)
         if isinstance(request.groups, str):
-            labels = materialize(self.named[request.groups]).squeeze(-1).round().long()
+            labels: Tensor = materialize(self.named[request.groups]).squeeze(-1).round().long()
         else:
             labels = request.groups[self.ids]
         return (labels == torch.arange(request.count).unsqueeze(-1)).double()
@@ -202,7 +202,7 @@ class Clients:
         if field_name is None or request.name is None:
             return torch.zeros_like(values)
         if field_name in self.call.each:
-            sent = self.call.each[field_name]
+            sent: Tensor = self.call.each[field_name]
         else:
             sent = self.call.shared[field_name]
             if isinstance(request.groups, str):
