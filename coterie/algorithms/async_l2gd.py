@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine import fast_forward
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -62,6 +62,12 @@ class AsyncL2GD(Algorithm):
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
+    reveals: ClassVar[Reveals] = {
+        "measure": "aggregate",
+        "share": "personal",
+        "pull_all": "nothing",
+        "pull_inside": "nothing",
+    }
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lambda_", "alpha", "p", "tau"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import PEERS
@@ -81,6 +81,7 @@ class CoBo(Algorithm):
     momentum: float = setting(0.0, "momentum of the gradients; 0.9 in the authors' code", low=0, high=0.999)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     patience: int = setting(10, "rounds for which the last model of an absent client pulls the others", low=0)
+    reveals: ClassVar[Reveals] = {"curvature": "aggregate", "agree": "gradient", "slope": "personal"}
 
     def start(self, fed: Federation) -> State:
         lr, rho = self._steps(fed)

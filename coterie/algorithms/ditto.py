@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
@@ -35,6 +36,7 @@ class Ditto(Algorithm):
     lam: float = setting(1.0, "strength of the pull to the shared model", low=0, tune=(0.01, 0.1, 0.3, 1.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    reveals: ClassVar[Reveals] = {"train": "model"}
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

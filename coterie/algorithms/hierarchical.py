@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -74,6 +74,13 @@ class Hierarchical(Algorithm):
     grouping: str = setting(
         "known", "use the known clusters, or one cluster of all clients", options=("known", "one")
     )
+    reveals: ClassVar[Reveals] = {
+        "train": "model",
+        "curve": "gradient",
+        "place": "nothing",
+        "judge": "aggregate",
+        "join": "personal",
+    }
 
     def start(self, fed: Federation) -> State:
         k, choice = self.count(fed), self.choice(fed)

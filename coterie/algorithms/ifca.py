@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -59,6 +60,7 @@ class Ifca(Algorithm):
     spread: float = setting(0.1, "standard deviation of the noise added to each starting model", low=0)
     judge: str = setting("all", "rows on which models are compared in training", options=("all", "batch"))
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    reveals: ClassVar[Reveals] = {"train": "model", "explore": "model"}
 
     def start(self, fed: Federation) -> State:
         number = torch.arange(self.restarts * self.clusters, device=fed.device)

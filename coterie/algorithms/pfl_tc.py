@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered, SettingError
 from coterie._core.randomness import key
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
@@ -72,6 +72,7 @@ class PflTc(Algorithm):
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    reveals: ClassVar[Reveals] = {"train": "model", "slope": "gradient", "scout": "gradient"}
 
     def start(self, fed: Federation) -> State:
         if self.clusters > fed.n:
