@@ -85,8 +85,8 @@ class Algorithm:
     Write `start` and `round` for the server, phases for the clients, and `deploy` for the model that a client uses. A
     phase is a method `(self, client, ...)` that `round` runs on clients with `fed.map`. A method
     `begin(self, client, <state fields by name>)`, if there is one, runs once on every client before its first phase and
-    sends nothing. `reveals` says of every other phase what it sends, in the words of `DISCLOSURES`; a node runs no phase
-    that is not in it, and its policy can forbid a word.
+    sends nothing. `reveals` says of every other phase what it sends, in the words of `DISCLOSURES`; a node runs no
+    phase that is not in it, and its policy can forbid a word.
 
     Parameters
     ----------

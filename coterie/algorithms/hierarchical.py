@@ -79,7 +79,6 @@ class Hierarchical(Algorithm):
         "curve": "gradient",
         "place": "nothing",
         "judge": "aggregate",
-        "join": "personal",
     }
 
     def start(self, fed: Federation) -> State:

@@ -133,24 +133,25 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
         "clients": names,
         "rows": sizes,
         "clusters": clusters,
-        "columns": [[name, _kind(frame[name], source)] for name in features],
+        "columns": [[name, kind(frame[name], source)] for name in features],
         "target": _classes(frame[roles.target], roles, source),
     }
 
 
-def _kind(column: polars.Series, source: str) -> str:
+def kind(column: polars.Series, source: str) -> str:
+    """Return what a node says about a column: "number", "category" or "empty"."""
     remedy = f"Leave the column out: --drop {column.name}"
     if column.null_count() == len(column):
         return "empty"
-    kind = columns.kind(column)
-    if kind is None:
+    found = columns.kind(column)
+    if found is None:
         raise DataError(f"{source}: column {column.name!r} holds {column.dtype}, not plain values. {remedy}")
-    if kind == "category" and column.n_unique() > MOST_LEVELS:
+    if found == "category" and column.n_unique() > MOST_LEVELS:
         raise DataError(
             f"{source}: column {column.name!r} holds {column.n_unique()} different texts: it looks like an "
             f"identifier. {remedy}"
         )
-    return kind
+    return found
 
 
 def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:
@@ -202,12 +203,26 @@ def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableS
         elif kinds[name] == {"empty"}:
             warnings.append(f"Column {name!r} is left out, because it is empty everywhere.")
             del kinds[name]
+        elif _mostly_numbers(descriptions, name):
+            where = [
+                place for place, told in descriptions.items() if dict(told["columns"])[name] == "category"
+            ]
+            warnings.append(
+                f"Column {name!r} is left out, because it holds text at {columns.some(where)} only."
+            )
+            del kinds[name]
     task, classes = _task(descriptions, roles)
     categories = tuple(name for name, found in kinds.items() if "category" in found)
     numeric = tuple(name for name in kinds if name not in categories)
     if not kinds:
         raise DataError("The places have no feature column in common. Look at their tables and at --drop.")
     return TableSpec(roles.client, roles.target, roles.cluster, task, classes, numeric, categories, warnings)
+
+
+def _mostly_numbers(descriptions: Mapping[str, Mapping[str, Any]], name: str) -> bool:
+    """Whether a minority of nodes says that a column holds text, of at least three."""
+    kinds = Counter(dict(told["columns"])[name] for told in descriptions.values())
+    return 0 < kinds["category"] < kinds["numeric"] and sum(kinds.values()) > 2
 
 
 def _task(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> tuple[str, tuple[str, ...]]:

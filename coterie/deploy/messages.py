@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.deploy import wire
 from coterie.engine.compressors import compressor
 from coterie.engine.encoding import Encoded, encoding_keys
@@ -127,7 +128,10 @@ def run(
 
 def named_metrics(runtime: LocalRuntime, header: dict[str, Any]) -> list[Metric]:
     """Return the metrics that a message names, from this process's registry."""
-    return [resolve(str(name), runtime.model.task) for name in header["metrics"]]
+    try:
+        return [resolve(str(name), runtime.model.task) for name in header["metrics"]]
+    except SettingError as problem:
+        raise wire.WireError(str(problem)) from None
 
 
 def unpack(
