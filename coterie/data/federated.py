@@ -203,26 +203,12 @@ def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableS
         elif kinds[name] == {"empty"}:
             warnings.append(f"Column {name!r} is left out, because it is empty everywhere.")
             del kinds[name]
-        elif _mostly_numbers(descriptions, name):
-            where = [
-                place for place, told in descriptions.items() if dict(told["columns"])[name] == "category"
-            ]
-            warnings.append(
-                f"Column {name!r} is left out, because it holds text at {columns.some(where)} only."
-            )
-            del kinds[name]
     task, classes = _task(descriptions, roles)
     categories = tuple(name for name, found in kinds.items() if "category" in found)
     numeric = tuple(name for name in kinds if name not in categories)
     if not kinds:
         raise DataError("The places have no feature column in common. Look at their tables and at --drop.")
     return TableSpec(roles.client, roles.target, roles.cluster, task, classes, numeric, categories, warnings)
-
-
-def _mostly_numbers(descriptions: Mapping[str, Mapping[str, Any]], name: str) -> bool:
-    """Whether a minority of nodes says that a column holds text, of at least three."""
-    kinds = Counter(dict(told["columns"])[name] for told in descriptions.values())
-    return 0 < kinds["category"] < kinds["numeric"] and sum(kinds.values()) > 2
 
 
 def _task(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> tuple[str, tuple[str, ...]]:

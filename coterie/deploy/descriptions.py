@@ -153,7 +153,12 @@ def _other_columns(
     found = {}
     for name, mine in kinds.items():
         differs = [column for column, kind in usual.items() if mine.get(column) not in (kind, "empty")]
-        if 2 * len(differs) > len(usual):
+        text = [column for column in differs if mine.get(column) == "category"]
+        if text:
+            found[name] = (
+                f"its column {text[0]!r} holds text, which is numbers elsewhere. Clean it, or --drop it"
+            )
+        elif 2 * len(differs) > len(usual):
             found[name] = f"{len(differs)} of {len(usual)} columns are missing there, or of another kind"
     return found
 

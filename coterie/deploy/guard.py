@@ -29,6 +29,7 @@ from coterie.deploy.policy import Policy
 
 APPROVED, PROPOSALS = "approved", "proposals"
 MOST_LEVELS = 10_000  # levels of one column in an encoding
+MOST_CALLS = 1000  # in one round; round and call decide which rows are in a minibatch
 RUN = re.compile(r"[a-z0-9]{8,64}")
 SPLITS = ("train", "validation", "test")
 
@@ -95,6 +96,7 @@ class Guard:
             if kind == "hello":
                 self._require_proposal(run, header)
             if kind == "statistics":
+                self._require_approved(run, None)
                 entry["numbering"] = self._numbering(header, tensors)
                 entry["question"] = self._question(run, header, tensors)
             if kind == "open":
@@ -103,10 +105,7 @@ class Guard:
                 self._require_setup(header["setup"])
                 entry["algorithm"] = header["setup"]["algorithm"]["name"]
             if kind in ("call", "deploy", "score", "finish"):
-                if not _is_count(header["round"]) or header["round"] > policy.rounds:
-                    raise Refusal(
-                        f"round {printable(header['round'], 30)}: at most {policy.rounds} are allowed"
-                    )
+                self._require_round(header)
             if kind in ("call", "score"):
                 self._require_scores(header, kind)
             if kind == "call":
@@ -297,6 +296,13 @@ class Guard:
                 f"policy: {printable(name, 60)} = {printable(value, 60)} is outside what is allowed"
             )
 
+    def _require_round(self, header: Mapping[str, Any]) -> None:
+        t, call = header["round"], header.get("call", 0)
+        if not _is_count(t) or t > self.policy.rounds:
+            raise Refusal(f"policy: at most {self.policy.rounds} rounds in a run")
+        if not _is_count(call) or call > MOST_CALLS:
+            raise Refusal(f"policy: at most {MOST_CALLS} calls in a round")
+
     def _require_scores(self, header: Mapping[str, Any], kind: str) -> None:
         split = header.get("split", "")
         if split not in SPLITS if kind == "score" else split not in ("", *SPLITS):
@@ -317,13 +323,13 @@ class Guard:
             files.write_json(path, {**told, "problems": self.fit(proposal)})
         self._require_approved(run, proposal["algorithm"])
 
-    def _require_approved(self, run: str, algorithm: Mapping[str, Any]) -> None:
+    def _require_approved(self, run: str, algorithm: Mapping[str, Any] | None) -> None:
         if not self.policy.approve:
             return
         path = self.state / APPROVED / run
         if not path.exists():
             raise Pending("the owner of this node has not approved the run yet")
-        if path.read_text().strip() != _digest(algorithm):
+        if algorithm is not None and path.read_text().strip() != _digest(algorithm):
             raise Refusal("policy: the owner approved another method or other settings for this run")
 
 

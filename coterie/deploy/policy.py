@@ -217,7 +217,8 @@ class Policy:
             + "; ".join(f"{name} {_range(name, bounds)}" for name, bounds in self.settings.items())
             + f"; any other whole number at most {self.largest_count}.",
             f"At most {self.rounds} rounds and {self.messages_per_run} messages in a run; at most "
-            f"{self.messages_per_day} messages and {self.runs_per_day} new runs in a day; numbers in messages at most {self.largest_number:g}.",
+            f"{self.messages_per_day} messages and {self.runs_per_day} new runs in a day; numbers in messages at most "
+            f"{self.largest_number:g}.",
             "Every run waits until you approve it: coterie federate approve FOLDER."
             if self.approve
             else "Runs that fit this policy need no approval (approve = true in [consent] changes that).",

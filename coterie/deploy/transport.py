@@ -121,7 +121,7 @@ class NodeCaller:
 
 def _entry(asked: dict[str, Any], answer: wire.WireError | Envelope) -> dict[str, Any]:
     """Return what a log keeps of a question and its answer; `head` is the newest line of the node's own log."""
-    entry = {name: asked[name] for name in ("kind", "phase", "round") if name in asked}
+    entry: dict[str, Any] = {name: asked[name] for name in ("kind", "phase", "round") if name in asked}
     if isinstance(answer, wire.WireError):
         return {**entry, "problem": str(answer)}
     return {**entry, "head": str(answer[0].get("audit", ""))[:64]}
