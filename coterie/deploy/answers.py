@@ -119,7 +119,7 @@ def excess(named: dict[str, Tensor], owner: Tensor, sent: float) -> dict[int, fl
 
 
 def _is_stamp(at: Any) -> bool:
-    return isinstance(at, list) and len(at) == 2 and all(isinstance(part, int) for part in at)
+    return isinstance(at, list) and len(at) == 2 and all(type(part) is int for part in at)
 
 
 def _are_encoded(encoded: Any, call: Call, tensors: dict[str, Tensor]) -> bool:
@@ -206,7 +206,7 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
     header, tensors = envelope
     encoded, at = header.get("encoded"), header.get("at")
     stamp = (int(at[0]), int(at[1])) if isinstance(at, list) and _is_stamp(at) else None
-    if stamp not in (since, (call.round, call.call)):
+    if (at is not None and stamp is None) or stamp not in (since, (call.round, call.call)):
         raise wire.WireError("reply rejected: it belongs to another call")
     if not isinstance(encoded, dict) or not _are_encoded(encoded, call, tensors):
         raise wire.WireError("reply rejected: malformed compressed values")

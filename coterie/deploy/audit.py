@@ -33,6 +33,8 @@ class AuditLog:
     ----------
     path
         The file; it is continued if it exists, and must be whole.
+    sync
+        Whether an entry is on disk, not only with the operating system, when `write` returns.
 
     Examples
     --------
@@ -46,8 +48,8 @@ class AuditLog:
     ['started', 'stopped']
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, sync: bool = True) -> None:
+        self.path, self.sync = path, sync
         self.entries, self.head = 0, START
         if path.exists():
             for self.entries, entry in enumerate(verify(path), 1):
@@ -66,7 +68,8 @@ class AuditLog:
                 try:
                     if os.write(descriptor, line.encode()) != len(line.encode()):
                         raise OSError("no space left for a whole line")
-                    os.fsync(descriptor)
+                    if self.sync:
+                        os.fsync(descriptor)
                 except OSError:
                     os.ftruncate(descriptor, size)  # no half line: the log stays readable
                     raise

@@ -246,7 +246,7 @@ class Guard:
             return
         for part, kind in (("numeric", "numeric"), ("categories", "category")):
             for name in spec[part]:
-                if columns.get(name) != kind:
+                if columns.get(name) not in (kind, "empty"):
                     raise Refusal(f"policy: there is no {kind} column {printable(repr(name), 80)}")
 
     def _require_setup(self, setup: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ class Policy:
     roles : Roles or None
         The client, target and cluster columns and the task that a run must use; None accepts any.
     columns : dict of str to str or None
-        Features that exist for a server, each "numeric" or "category"; None offers all columns.
+        Features that exist for a server: "numeric", "category", or "empty" if it has no values; None offers all.
     encoding : dict
         Encodings that the owner fixes: [mean, sd] of a number, levels of a category.
     split, seed
@@ -106,9 +106,21 @@ class Policy:
         {'age': 'numeric'}
         """
         used = {roles.client, roles.target, roles.cluster, *roles.drop}
-        kinds = {name: federated.kind(frame[name], "the table") for name in frame.columns if name not in used}
-        columns = {name: kind for name, kind in kinds.items() if kind != "empty"}
+        columns = {
+            name: federated.kind(frame[name], "the table") for name in frame.columns if name not in used
+        }
         return cls(dataclasses.replace(roles, drop=()), columns, **more)
+
+    def allowing(self, methods: Sequence[str]) -> Policy:
+        """Return the policy with further methods allowed, and with them the kinds of phases that they need."""
+        known = all_algorithms()
+        for name in methods:
+            if name not in known:
+                raise SettingError(f"no algorithm {name!r}.{nearest(name, known)}")
+        words = {word for name in methods for word in known[name].reveals.values()}
+        reveal = tuple(word for word in DISCLOSURES if word in words or word in self.reveal)
+        algorithms = tuple(dict.fromkeys([*(self.algorithms or ()), *methods]))
+        return dataclasses.replace(self, reveal=reveal, algorithms=algorithms)
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -165,8 +177,10 @@ class Policy:
 
     def _require_sound(self, path: Path) -> None:
         for name, kind in (self.columns or {}).items():
-            if kind not in ("numeric", "category"):
-                raise SettingError(f'{path}: [columns] {name} = {kind!r}; write "numeric" or "category"')
+            if kind not in ("numeric", "category", "empty"):
+                raise SettingError(
+                    f'{path}: [columns] {name} = {kind!r}; write "numeric", "category" or "empty"'
+                )
         for name in self.encoding:
             if name not in (self.columns or {}):
                 raise SettingError(f"{path}: [encoding] {name!r} is not in [columns]")
@@ -246,7 +260,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 COMMENTS = {
     "data": "Roles of columns, how rows are split, and how few rows are too few.",
-    "columns": 'Features that exist for a server: "numeric" or "category". Remove a line to hide a column.',
+    "columns": 'Features that exist for a server: "numeric", "category" or "empty". Remove a line to hide one.',
     "encoding": 'Encodings that you fix, such as age = [54.0, 9.0] (mean, sd) or sex = ["f", "m"].',
     "methods": "What may be run. A phase reveals nothing, aggregate, gradient, model or personal.",
     "settings": "Ranges of settings; a batch of 0 means all rows and is always allowed.",

@@ -539,7 +539,7 @@ class TestFile:
             ("[limits]\nrounds = 0", "at least 1"),
             ("[methods]\nreveal = ['models']", "Did you mean 'model'"),
             ("[methods]\nalgorithms = ['dito']", "Did you mean 'ditto'"),
-            ("[columns]\nage = 'integer'", 'write "numeric" or "category"'),
+            ("[columns]\nage = 'integer'", 'write "numeric", "category" or'),
             ("[encoding]\nheight = [1.0, 2.0]", "is not in [columns]"),
             ("[data]\nsplit = [1.0, 1.0, 1.0]", "add up to 1"),
             ("[date]\nseed = 1", "Known: data"),
