@@ -1,4 +1,4 @@
-"""Programs of attackers, run as processes: a node that answers nonsense, and a server app that asks what it must not."""
+"""Programs of attackers, run as processes: a node that answers nonsense, and a server app that asks too much."""
 
 from __future__ import annotations
 

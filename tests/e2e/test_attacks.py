@@ -1,7 +1,7 @@
 """Attacks on real processes with TLS: nodes that lie, a server that was taken over, strangers on the network.
 
-Nobody ends a run, recovers a row, poisons anybody unnoticed, or makes the server's memory grow. The same attacks, and many
-more, run against nodes in this process in `tests/deploy/test_malicious_server.py` and `test_malicious_node.py`.
+Nobody ends a run, recovers a row, poisons anybody unnoticed, or makes the server's memory grow. The same attacks, and
+many more, run against nodes in this process in `tests/deploy/test_malicious_server.py` and `test_malicious_node.py`.
 """
 
 from __future__ import annotations
