@@ -217,6 +217,8 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
     named, good = messages.under("value.", tensors), tensors.get("good")
     if any(value.dim() == 0 or len(value) != visits for value in named.values()):
         raise wire.WireError(f"reply rejected: expected {visits} rows in every value")
+    if any(value.dtype != torch.float64 for name, value in named.items() if name not in encoded):
+        raise wire.WireError("reply rejected: values that are not double precision")
     if good is not None and (good.dtype != torch.bool or good.shape != (visits,)):
         raise wire.WireError("reply rejected: malformed mask of good visits")
     return Reply(visits, named, good, encoded, stamp)
@@ -226,7 +228,8 @@ def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: 
     """Return the shape that replies to this call should have.
 
     That is the shape of earlier rounds (`before`), else the one that the algorithm declares, else the one that most
-    clients sent. `scores` is True for metrics, about which the algorithm declares nothing.
+    clients sent; None if no reply has the declared size. `scores` is True for metrics, about which the algorithm
+    declares nothing.
     """
     votes: dict[Any, int] = {}
     for reply in replies:
@@ -237,7 +240,8 @@ def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: 
     def rank(shape: Any) -> tuple[bool, bool, int]:
         return shape == before, not counts or _floats(shape) == declared, votes[shape]
 
-    return max(votes, key=rank)
+    best = max(votes, key=rank)
+    return best if best == before or not counts or _floats(best) == declared else None
 
 
 def words(shape: Any) -> str:

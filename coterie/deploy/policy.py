@@ -25,6 +25,7 @@ FILE = "policy.toml"
 MODELS = ("linear", "logistic", "softmax")
 HISTOGRAMS = ("auc", "ece")  # metrics whose sums are histograms, in which few rows can be told apart
 TASKS = ("regression", "binary", "multiclass")
+EVERY = ["*"]  # in the file: all that are installed
 STRICT = ("nothing", "aggregate", "gradient", "model")
 
 
@@ -126,6 +127,7 @@ class Policy:
     def read(cls, path: Path) -> Policy:
         """Read policy.toml; raise `SettingError`, which names the entry, for anything that is not understood."""
         stored = files.read_toml(path)
+        given = [name for name in ("columns", "encoding", "settings") if name in stored]
         tables = {name: dict(stored.pop(name, {})) for name in SECTIONS}
         if stored:
             raise SettingError(
@@ -138,7 +140,7 @@ class Policy:
         except KeyError as missing:
             raise SettingError(f"{path}: [data] has no {missing}") from None
         values: dict[str, Any] = {"roles": roles}
-        values |= {name: tables[name] for name in ("columns", "encoding", "settings") if tables[name]}
+        values |= {name: tables[name] for name in given}
         values.setdefault("columns", {})
         for name in ("data", "methods", "limits", "consent"):
             for key, value in tables[name].items():
@@ -146,7 +148,7 @@ class Policy:
                     raise SettingError(
                         f"{path}: [{name}] has no entry {key!r}.{nearest(key, SECTIONS[name])}"
                     )
-                values[key] = tuple(value) if isinstance(value, list) else value
+                values[key] = None if value == EVERY else tuple(value) if isinstance(value, list) else value
         policy = cls(**values)
         policy._require_sound(path)
         return policy
@@ -161,6 +163,8 @@ class Policy:
                 values = getattr(self, section)
             else:
                 values = {key: getattr(self, key, None) for key in keys}
+            if section == "methods":
+                values = {key: EVERY if value is None else value for key, value in values.items()}
             if section == "data":
                 roles = self.roles
                 shared = {

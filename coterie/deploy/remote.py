@@ -387,7 +387,8 @@ class RemoteRuntime(Runtime):
         if good:
             key = f"{call.phase}/{kind}/{','.join(metric.name for metric in metrics)}"
             usual = usual_shape(list(good.values()), call, d, bool(metrics), self._shapes.get(key))
-            self._shapes[key] = usual
+            if sum(reply.shape() == usual for reply in good.values()) > 1:  # one node alone fixes nothing
+                self._shapes[key] = usual
             for name in [name for name, reply in good.items() if reply.shape() != usual]:
                 shape = words(good.pop(name).shape())
                 bad[name] = wire.WireError(

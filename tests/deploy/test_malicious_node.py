@@ -18,7 +18,7 @@ from coterie.deploy.federation_plan import RunRequest, connect, survey
 from coterie.deploy.in_process import InProcessTransport
 from coterie.deploy.job import JobRequest, work
 from coterie.deploy.node_service import NodeService
-from coterie.deploy.transport import NodeCaller
+from coterie.deploy.transport import NodeCaller, Undelivered
 from coterie.train.fit import fit
 
 NODES = ("east", "north", "south", "west")
@@ -352,3 +352,25 @@ def test_numbers_are_compared_with_the_median_of_the_others():
     assert excess({"": rows}, owner, 0.0)[3] == pytest.approx(9e9 / 2)
     assert excess({"": rows}, owner, 9e9)[3] == 1.0  # no larger than what was sent
     assert excess({"": rows[:2]}, owner[:2], 0.0) == {}  # two nodes cannot tell who is wrong
+
+
+@pytest.mark.parametrize("change", [lambda v: v.int(), lambda v: v.repeat(1, 2), lambda v: v.unsqueeze(0)])
+def test_a_liar_that_answers_alone_ends_nothing_and_fixes_no_shape(tmp_path, change):
+    """The others are away in the first round; afterwards their answers are still those that count."""
+
+    class Alone(Liar):
+        def fetch(self, tickets, wait):
+            asked = {ticket: self._posted[ticket] for ticket in tickets}
+            answers = super().fetch(tickets, wait)
+            for ticket, (name, message) in asked.items():
+                header = wire.decode(message)[0]
+                if name != LIAR and header["kind"] == "call" and header["round"] == 1:
+                    answers[ticket] = Undelivered("away")
+            return answers
+
+    nodes = {name: NodeService(table, tmp_path / name) for name, table in tables().items()}
+    caller = NodeCaller(Alone(nodes, values(change)), deadline=5.0)
+    algorithm = make("fedavg", lr=0.3)
+    plan = survey(caller, {name: [name] for name in nodes}, RunRequest(ROLES), "a" * 8, patience=0.05)
+    run = fit(connect(caller, plan, algorithm), algorithm, 6, evaluate_every=0)
+    assert 1 <= run.lost_rounds <= 3 and float(honest(run).mean()) > 0.7

@@ -524,9 +524,12 @@ class TestConsent:
 
 class TestFile:
     def test_a_policy_survives_its_file(self, tmp_path):
-        policy = with_policy(encoding={"age": [50.0, 20.0]}, approve=True)
-        policy.write(tmp_path / "policy.toml")
-        assert Policy.read(tmp_path / "policy.toml") == policy
+        for policy in (
+            with_policy(settings={}, metrics=None, algorithms=None),
+            with_policy(encoding={"age": [50.0, 20.0]}, approve=True),
+        ):
+            policy.write(tmp_path / "policy.toml")
+            assert Policy.read(tmp_path / "policy.toml") == policy
         text = " ".join(policy.explain())
         for word in ("age (numeric)", "personal", "At most 1000 rounds", "approve", "fewer than 20 rows"):
             assert word in text, word
