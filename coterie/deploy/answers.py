@@ -217,6 +217,8 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
     named, good = messages.under("value.", tensors), tensors.get("good")
     if any(value.dim() == 0 or len(value) != visits for value in named.values()):
         raise wire.WireError(f"reply rejected: expected {visits} rows in every value")
+    if any(value.numel() == visits * d and value.shape != (visits, d) for value in named.values()):
+        raise wire.WireError(f"reply rejected: a vector of {d} numbers has one axis")
     if any(value.dtype != torch.float64 for name, value in named.items() if name not in encoded):
         raise wire.WireError("reply rejected: values that are not double precision")
     if good is not None and (good.dtype != torch.bool or good.shape != (visits,)):
