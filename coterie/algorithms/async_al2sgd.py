@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.async_l2gd import HEADS, AsyncL2GD, PerCluster, _rows
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
@@ -41,6 +41,7 @@ class AsyncAL2SGD(AsyncL2GD):
     b1: float = setting(0.98, "fraction of z that is kept", low=0, high=1)
     b2: float = setting(0.06, "step size of z relative to lr", above=0)
     batch: int = setting(1, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
+    reveals: ClassVar[Reveals] = AsyncL2GD.reveals | {"offer": "personal", "anchor": "nothing"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

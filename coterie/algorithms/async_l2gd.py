@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
 from coterie.engine import fast_forward
 from coterie.engine.client import Client
@@ -67,6 +67,12 @@ class AsyncL2GD(Finder):
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
+    reveals: ClassVar[Reveals] = {
+        "measure": "aggregate",
+        "share": "personal",
+        "pull_all": "nothing",
+        "pull_inside": "nothing",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -69,6 +69,7 @@ class Ifca(Finder):
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = {"train": "model", "explore": "model"}
 
     def start(self, fed: Federation) -> State:
         if not self.clusters:

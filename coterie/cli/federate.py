@@ -11,7 +11,7 @@ from coterie._core import files
 from coterie._core.errors import SettingError
 from coterie._core.files import read_toml
 from coterie.algorithms import make
-from coterie.cli import console
+from coterie.cli import console, federate_trust
 from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
@@ -32,6 +32,8 @@ from coterie.cli.models import report_beside
 from coterie.data.federated import Roles
 from coterie.deploy import demo as demonstration
 from coterie.deploy import federation_folder, stock_node
+from coterie.deploy.membership import NODE_CONFIG
+from coterie.deploy.policy import Policy
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,12 +63,12 @@ def _log(text: str) -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to create, or to add nodes to")],
     node: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="NAME[=CLIENT,...]",
-            help="a node and its clients; one client of the same name if not given",
+            help="make the key of a node here, too; nodes that `join` make their own",
         ),
-    ],
+    ] = None,
     client: ClientOption = "client",
     target: TargetOption = "target",
     cluster: ClusterOption = None,
@@ -81,7 +83,7 @@ def init(
 ) -> None:
     """Set up a federation: certificates, a key for every node, start scripts and a README."""
     nodes: dict[str, list[str]] = {}
-    for text in node:
+    for text in node or ():
         name, _, clients = text.partition("=")
         nodes[name] = [part for part in clients.split(",") if part]
     roles = Roles(client, target, cluster, task, tuple(drop or ()), tuple(keep or ()))
@@ -104,7 +106,7 @@ def server(
 @app.command(epilog="Example: coterie federate node nodes/cleveland --data cleveland.csv --client cleveland")
 def node(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder of the node, nodes/NAME")],
-    data: Annotated[str, typer.Option(metavar="FILE", help="table with the rows of this node")],
+    data: Annotated[str, typer.Option(metavar="FILE", help="table with the rows of this node")] = "",
     client: Annotated[
         str | None,
         typer.Option(
@@ -120,10 +122,22 @@ def node(
     stock: Annotated[
         bool, typer.Option("--stock", help="use Flower's SuperNode, which starts a process for every message")
     ] = False,
+    approve: Annotated[
+        bool,
+        typer.Option("--approve", help="let every run wait for `federate approve`, whatever the policy says"),
+    ] = False,
+    show_policy: Annotated[
+        bool, typer.Option("--show-policy", help="explain the node's policy in plain words, and stop")
+    ] = False,
     insecure: InsecureOption = False,
 ) -> None:
-    """Run a node. Its rows and its clients' models stay on this machine."""
-    name = read_toml(folder / federation_folder.NODE_CONFIG)["name"]
+    """Run a node. Its rows and its clients' models stay on this machine; its policy says what else does."""
+    if show_policy:
+        console.show(*Policy.read(federation_folder.policy_path(folder)).explain())
+        return
+    if not data:
+        raise SettingError("--data FILE: name the table with the rows of this node")
+    name = read_toml(folder / NODE_CONFIG)["name"]
 
     def log(text: str) -> None:
         typer.echo(f"{name}: {text}")
@@ -131,7 +145,7 @@ def node(
     if stock:
         stock_node.serve(folder, data, client, server, insecure, state)
     else:
-        federation_folder.serve_node(folder, data, client, server, insecure, log, state)
+        federation_folder.serve_node(folder, data, client, server, insecure, log, state, approve)
 
 
 @app.command(epilog="Example: coterie federate run hearts --algorithm ditto --rounds 50 --set lam=0.3")
@@ -251,3 +265,6 @@ def _follow(folder: Path, job: Path, json: Path | None) -> None:
     report_beside(Path(out))
     if json is not None:
         write_json(json, files.read_json(job / "summary.json"))
+
+
+federate_trust.register(app)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import coterie
 from coterie._core import files
 from coterie._core.errors import CoterieError
+from coterie._core.printable import printable
 from coterie.algorithms import make
 from coterie.data.federated import Roles
-from coterie.deploy import keys
+from coterie.deploy import audit, keys
+from coterie.deploy.audit import AuditLog
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.transport import NodeCaller
 from coterie.models.description import description
@@ -95,7 +97,8 @@ class Reporter:
     def note(self, text: str) -> None:
         """Add a line to the notes."""
         with open(self.job / NOTES, "a", encoding="utf-8") as stream:
-            stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            for line in text.splitlines():
+                stream.write(f"{time.strftime('%H:%M:%S')} {printable(line, 1000)}\n")
 
 
 def work(job: Path, transport: Transport) -> None:
@@ -104,7 +107,10 @@ def work(job: Path, transport: Transport) -> None:
     reporter = Reporter(job, request.plan["rounds"])
     try:
         reporter.state("gathering")
-        _work(job, request, reporter, NodeCaller(transport, request.deadline, reporter.note))
+        log = AuditLog(job / audit.FILE, sync=False)
+        caller = NodeCaller(transport, request.deadline, reporter.note)
+        caller.audit = lambda node, entry: _write(log, node, entry)
+        _work(job, request, reporter, caller)
     except CoterieError as problem:
         reporter.note(str(problem))
         reporter.state("failed", error=str(problem))
@@ -112,6 +118,10 @@ def work(job: Path, transport: Transport) -> None:
         reporter.note("".join(traceback.format_exception(problem)))
         reporter.state("failed", error=f"{type(problem).__name__}: {problem}; see {job / NOTES}")
         raise
+
+
+def _write(log: AuditLog, node: str, entry: dict[str, Any]) -> None:
+    log.write(node=node, **entry)
 
 
 def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller) -> None:
@@ -123,7 +133,9 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     else:
         own = algorithm.own_model(request.plan["rounds"])
         model = None if own is None else description(own)
-        wishes = RunRequest(Roles.from_json(request.roles), request.seed, l2=request.l2, model=model)
+        proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
+        roles = Roles.from_json(request.roles)
+        wishes = RunRequest(roles, request.seed, l2=request.l2, model=model, proposal=proposal)
         plan = survey(caller, request.nodes, wishes, request.run, request.patience)
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.deploy import wire
 from coterie.engine.compressors import compressor
 from coterie.engine.encoding import Encoded, encoding_keys
@@ -15,29 +16,11 @@ from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Call, FederatedAlgorithm, Visits, visit_keys
 from coterie.models.metrics import Metric, resolve
 
-SERVER_SIDE = {
-    "start",
-    "round",
-    "fast_forward",
-    "deploy_inputs",
-    "common",
-    "observe",
-    "traffic",
-    "replace",
-    "settings",
-    "from_theory",
-    "mixture",
-}
-
 
 @functools.cache
 def phases(algorithm: type[FederatedAlgorithm]) -> frozenset[str]:
-    """Return what a node may run of an algorithm: public methods that are not the server's."""
-    return frozenset(
-        name
-        for name in dir(algorithm)
-        if not name.startswith("_") and name not in SERVER_SIDE and callable(getattr(algorithm, name))
-    )
+    """Return what a node may run of an algorithm: the phases of which it says what they reveal."""
+    return frozenset({"deploy", *algorithm.reveals, *(["begin"] if algorithm.begin is not None else [])})
 
 
 def ask(
@@ -145,7 +128,10 @@ def run(
 
 def named_metrics(runtime: LocalRuntime, header: dict[str, Any]) -> list[Metric]:
     """Return the metrics that a message names, from this process's registry."""
-    return [resolve(str(name), runtime.model.task) for name in header["metrics"]]
+    try:
+        return [resolve(str(name), runtime.model.task) for name in header["metrics"]]
+    except SettingError as problem:
+        raise wire.WireError(str(problem)) from None
 
 
 def unpack(

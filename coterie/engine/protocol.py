@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 class FederatedAlgorithm(Protocol):
     """What the engine needs of an algorithm; `coterie.Algorithm` has it.
 
-    Phases are further methods. The engine finds them by name.
+    Phases are further methods. The engine finds them by name. `reveals` says what each of them sends.
     """
+
+    reveals: ClassVar[dict[str, Any]]
 
     @property
     def name(self) -> str:

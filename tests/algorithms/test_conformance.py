@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ def test_promise(name, promise):
 class Sound(Algorithm):
     """Gradient descent x <- x - lr mean grad f_i(x) (Cauchy, 1847)."""
 
+    reveals: ClassVar[dict[str, Any]] = {"slope": "gradient"}
     lr: float = setting(0.1, "step size", above=0)
 
     def start(self, fed: Any) -> State:
@@ -85,6 +86,14 @@ class Undeclared(Sound):
         return {"slope": (d, 1)}
 
 
+class Silent(Sound):
+    reveals: ClassVar[dict[str, Any]] = {"deploy": "nothing"}
+
+
+class Understates(Sound):
+    reveals: ClassVar[dict[str, Any]] = {"slope": "nothing"}
+
+
 class Uncited(Sound):
     """Goes downhill."""
 
@@ -101,6 +110,8 @@ SEEN: list[int] = []
         (AssumesAll, "few_may_answer"),
         (HasMemory, "stacked|killed"),
         (Undeclared, "ledger_equals_declaration"),
+        (Silent, "every_phase_says_what_it_reveals"),
+        (Understates, "every_phase_says_what_it_reveals"),
         (Uncited, "documentation_names_its_source"),
     ],
 )
