@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,28 +16,14 @@ from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Call, FederatedAlgorithm, Visits, visit_keys
 from coterie.models.metrics import Metric, resolve
 
-SERVER_SIDE = {
-    "start",
-    "round",
-    "fast_forward",
-    "deploy_inputs",
-    "common",
-    "observe",
-    "traffic",
-    "replace",
-    "settings",
-    "from_theory",
-    "mixture",
-}
-
 
 @functools.cache
 def phases(algorithm: type[FederatedAlgorithm]) -> frozenset[str]:
-    """Return what a node may run of an algorithm: public methods that are not the server's."""
+    """Return what a node may run of an algorithm: public methods whose first argument is the client."""
     return frozenset(
         name
-        for name in dir(algorithm)
-        if not name.startswith("_") and name not in SERVER_SIDE and callable(getattr(algorithm, name))
+        for name, method in inspect.getmembers(algorithm, inspect.isfunction)
+        if not name.startswith("_") and list(inspect.signature(method).parameters)[1:2] == ["client"]
     )
 
 
