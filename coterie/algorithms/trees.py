@@ -58,7 +58,7 @@ class BoostedTrees(Algorithm):
     lr: float = setting(
         0.1, "learning rate: share of each leaf's value", above=0, high=1, tune=(0.05, 0.1, 0.2)
     )
-    leaves: int = setting(16, "most leaves of a tree", low=2, high=256, tune=(8, 16, 32))
+    leaves: int = setting(16, "most leaves of a tree, as far as the model has room", low=2, high=256, tune=(8, 16, 32))
     lambda_: float | str = setting(
         "auto",
         "pull of leaves to the shared ones: auto (cross-fitted), shared, or a number",
@@ -145,7 +145,7 @@ class BoostedTrees(Algorithm):
     def grow(self, fed: Federation, s: State, model: Trees) -> Growth | None:
         """Return the trees of this round, grown level by level; None if nobody answered."""
         rules = Rules(self.smoothing, self.least, self.gain, model.categorical, s.signs.cpu())
-        growth, before = Growth(model.outputs, self.leaves, model.leaves, rules), torch.zeros(0)
+        growth, before = Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules), torch.zeros(0)
         for level in range(self.depth):
             if not growth.growing:
                 break
@@ -330,7 +330,7 @@ class BoostedTrees(Algorithm):
     def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
         assert isinstance(model, Trees)
         c, features, classes = model.outputs, model.width, model.classes or 1
-        tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, self.leaves // 2)
+        tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, min(self.leaves, model.leaves) // 2)
         start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
         return {
             "survey": (0, 2 * POINTS * features * self.bins + classes + 1),
@@ -355,11 +355,6 @@ class BoostedTrees(Algorithm):
         if not isinstance(model, Trees):
             raise SettingError(
                 "the method trees trains trees: pass model=coterie.models.trees() to the federation"
-            )
-        if model.leaves < self.leaves:
-            raise SettingError(
-                f"trees: leaves = {self.leaves}, but the model has room for {model.leaves}; "
-                f"use models.trees(leaves={self.leaves})"
             )
         most = min(MOST_LEVELS, self.bins - 1, 52 if fed.dtype == torch.float64 else 23)
         if max(model.levels or (0,)) > most:

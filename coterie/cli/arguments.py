@@ -91,7 +91,7 @@ RefitOption = Annotated[
     typer.Option(
         "--refit",
         metavar="ROWS",
-        help="after choosing, train again on 'validation' (with training rows) or 'all' rows, or 'none'",
+        help="after choosing, train again on 'validation' (with training rows; the default) or 'all' rows, or 'none'",
     ),
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]

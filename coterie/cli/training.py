@@ -143,7 +143,7 @@ def fit(
     rounds: RoundsOption = 100,
     seed: SeedOption = 0,
     split: SplitOption = SPLIT_TEXT,
-    refit: RefitOption = "validation",
+    refit: RefitOption | None = None,
     drop: DropOption = None,
     keep: KeepOption = None,
     dropout: Annotated[
@@ -176,6 +176,8 @@ def fit(
     method = "auto" if algorithm == "auto" else make(algorithm, **given)
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
+    if budget_mb is not None and refit not in (None, "none"):
+        raise SettingError("--budget-mb is for one training, and --refit trains again; leave one of them out")
     require_place(json)
     fed = Federation.from_table(
         find_table(table),
@@ -197,6 +199,7 @@ def fit(
         method = from_the_theory(algorithm, fed, given)
     if budget_mb is not None and not isinstance(method, str):
         rounds = rounds_within_budget(method, fed, budget_mb)
+        console.notes(["Models are trained on training rows only: training again would cost the budget twice."])
     with _resumable(out), console.progress() as watch:
         run = train(
             fed,
@@ -209,7 +212,7 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
-            refit=refit,
+            refit=refit or ("validation" if budget_mb is None else "none"),
         )
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())

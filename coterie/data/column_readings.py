@@ -81,9 +81,9 @@ def read(
     >>> frame = polars.DataFrame({"key": [f"p{k}" for k in rows], "fee": [f"${k % 7}" for k in rows]})
     >>> who, y = np.repeat([0, 1], 100), np.arange(200.0) % 3
     >>> for one in read({name: facts(frame, name, who, y, True) for name in frame.columns}):
-    ...     print(one.column, one.kind, one.used, one.format)
+    ...     print(one.column, one.kind, one.format or one.used)
     key identifier False
-    fee number True number $
+    fee number number $
     """
     readings = [
         ColumnReading(name, "constant", False, why="has one value only")

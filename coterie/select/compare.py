@@ -456,14 +456,20 @@ def _deployed(comparison: Comparison, name: str, whole: Federation, rounds: int)
         settings,
         rounds,
         evaluate_every=every(rounds),
-        select="best",
+        select=_select(whole),
         metric=run.metric,
         metrics=run.further,
     )
 
 
+def _select(fed: Federation) -> str:
+    """Return which round a run deploys: the best on validation rows, where there are some."""
+    return "best" if fed.has_rows("validation") else "last"
+
+
 def _plan(run: Run) -> dict[str, Any]:
     """Return what `resume` needs to repeat a run of a comparison."""
-    plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
+    plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds)}
+    plan["select"] = _select(run.fed)
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
     return plan | ({"refit": run.refit} if run.refit != "none" else {})

@@ -208,7 +208,6 @@ def test_other_methods_go_on_from_the_leaves():
         ({"lambda_": "much"}, "auto, shared or a number"),
         ({"lambda_": -1.0}, "below 0"),
         ({"monotone": "x9+"}, "not a column"),
-        ({"leaves": 32}, "room for 8"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings, message):

@@ -80,7 +80,7 @@ def test_onnx_takes_raw_columns(run, rows, expected):
 def test_torchscript_takes_raw_columns(run, rows, expected):
     numbers, texts = columns(run, rows)
     module = torch.jit.load(str(export(run.folder, CLIENT, "torchscript")))
-    found = module({name: torch.from_numpy(value) for name, value in numbers.items()}, texts)
+    found = module({name: torch.tensor(value) for name, value in numbers.items()}, texts)
     assert np.abs(found[:, 1].numpy() - expected).max() < 1e-12
 
 
