@@ -174,8 +174,11 @@ def _spread(one: ColumnFacts) -> float:
 
 
 def _dense(one: ColumnFacts) -> bool:
-    """Return True if different whole numbers lie as close as row numbers do (their variance is at least n²/12)."""
-    return math.sqrt(12 * _spread(one)) <= 2 * one.whole
+    """Return True if n different whole numbers lie as close as row numbers do, whose variance is n²/12.
+
+    Numbers of a smaller variance are different at each client only, as years of a panel are.
+    """
+    return one.whole <= 2 * math.sqrt(12 * _spread(one)) <= 4 * one.whole
 
 
 def _large(one: ColumnFacts) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from coterie._core import files, html
-from coterie._core.errors import SettingError
+from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.models.metrics import Metric, main_metric, resolve
 from coterie.models.metrics import find as find_metric
@@ -323,6 +323,7 @@ def compare(
     for division in divisions(whole, seeds, folds):
         place = f"fold {division.number + 1}" if folds > 1 else f"split {division.number + 1}"
         what = "{}, " + place if seeds * folds > 1 else "{}"
+        _require_rows(division.fed)
         for entrant in field_:
             run = entrant.best(division.fed, rounds, meter.watch(what.format(entrant.name)), asked)
             meter.done += entrant.cost(rounds)
@@ -456,20 +457,24 @@ def _deployed(comparison: Comparison, name: str, whole: Federation, rounds: int)
         settings,
         rounds,
         evaluate_every=every(rounds),
-        select=_select(whole),
+        select="best",
         metric=run.metric,
         metrics=run.further,
     )
 
 
-def _select(fed: Federation) -> str:
-    """Return which round a run deploys: the best on validation rows, where there are some."""
-    return "best" if fed.has_rows("validation") else "last"
+def _require_rows(fed: Federation) -> None:
+    """Raise `DataError` if nobody has rows to choose by, or to compare on."""
+    for split in ("validation", "test"):
+        if not fed.has_rows(split):
+            raise DataError(
+                f"no client has {split} rows left when its rows are split, so methods cannot be "
+                "compared. Add rows, or give a larger share for them: --split TRAIN,VALIDATION,TEST"
+            )
 
 
 def _plan(run: Run) -> dict[str, Any]:
     """Return what `resume` needs to repeat a run of a comparison."""
-    plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds)}
-    plan["select"] = _select(run.fed)
+    plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
     return plan | ({"refit": run.refit} if run.refit != "none" else {})
