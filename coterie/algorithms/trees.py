@@ -58,7 +58,9 @@ class BoostedTrees(Algorithm):
     lr: float = setting(
         0.1, "learning rate: share of each leaf's value", above=0, high=1, tune=(0.05, 0.1, 0.2)
     )
-    leaves: int = setting(16, "most leaves of a tree, as far as the model has room", low=2, high=256, tune=(8, 16, 32))
+    leaves: int = setting(
+        16, "most leaves of a tree, as far as the model has room", low=2, high=256, tune=(8, 16, 32)
+    )
     lambda_: float | str = setting(
         "auto",
         "pull of leaves to the shared ones: auto (cross-fitted), shared, or a number",
@@ -145,7 +147,10 @@ class BoostedTrees(Algorithm):
     def grow(self, fed: Federation, s: State, model: Trees) -> Growth | None:
         """Return the trees of this round, grown level by level; None if nobody answered."""
         rules = Rules(self.smoothing, self.least, self.gain, model.categorical, s.signs.cpu())
-        growth, before = Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules), torch.zeros(0)
+        growth, before = (
+            Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules),
+            torch.zeros(0),
+        )
         for level in range(self.depth):
             if not growth.growing:
                 break

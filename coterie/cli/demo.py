@@ -29,7 +29,9 @@ class Example(NamedTuple):
 
 
 EXAMPLES = (
-    Example("clinics", "clinic", "readmitted", 3, "40 small clinics: who will be readmitted? (generated data)"),
+    Example(
+        "clinics", "clinic", "readmitted", 3, "40 small clinics: who will be readmitted? (generated data)"
+    ),
     Example("heart_disease", "hospital", "sick", 1, "4 hospitals: who has heart disease? (UCI, real data)"),
 )
 

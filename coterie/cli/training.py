@@ -199,7 +199,9 @@ def fit(
         method = from_the_theory(algorithm, fed, given)
     if budget_mb is not None and not isinstance(method, str):
         rounds = rounds_within_budget(method, fed, budget_mb)
-        console.notes(["Models are trained on training rows only: training again would cost the budget twice."])
+        console.notes(
+            ["Models are trained on training rows only: training again would cost the budget twice."]
+        )
     with _resumable(out), console.progress() as watch:
         run = train(
             fed,

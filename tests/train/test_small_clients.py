@@ -52,7 +52,7 @@ def test_any_sizes_are_fitted(method: str) -> None:
 def test_any_sizes_are_compared_and_advised(sizes: tuple[int, ...]) -> None:
     rows = table(sizes, "regression")
     if max(sizes) < 4:
-        with pytest.raises(DataError, match="no client has validation rows left.*--split"):
+        with pytest.raises(DataError, match=r"no client has validation rows left.*--split"):
             coterie.compare(rows, "site", "y", seeds=1, rounds=2, budget=1)
     else:
         found = coterie.compare(rows, "site", "y", seeds=1, rounds=2, budget=1)
