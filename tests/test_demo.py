@@ -22,6 +22,7 @@ def test_the_clinics_are_what_the_script_generates() -> None:
     assert bundled.path("clinics").read_text(encoding="utf-8").splitlines() == lines
 
 
+@pytest.mark.slow
 def test_the_demo_says_a_sentence_and_writes_a_report_for_each_table(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_without_a_pull_leaves_are_those_of_the_client_alone():
             assert torch.allclose(found[here], y[here].mean().expand(int(here.sum())), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_growth_ends_when_validation_loss_no_longer_falls():
     fed = a_federation(split=(0.5, 0.5, 0.0), model=models.trees(200, 16))
     run = fit(fed, make("trees", lr=0.5, least=0.1, patience=5), rounds=200, evaluate_every=1)

@@ -244,6 +244,7 @@ def test_the_command_prints_all_charts(comparison: Path, tmp_path: Path) -> None
     assert len(printed) > 200_000  # charts are drawn as vectors; without them it is a tenth of this
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (390, "light")])
 def test_axe_finds_nothing_to_complain_about(visit: Open, width: int, scheme: str) -> None:
     """WCAG 2.2 A and AA and best practices, contrast included, with everything open and drawn."""

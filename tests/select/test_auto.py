@@ -94,6 +94,7 @@ def test_fit_auto_writes_a_run_folder_with_the_reasons(tmp_path: Path) -> None:
         coterie.fit(fed, "auto", 18, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_compare_takes_auto() -> None:
     comparison = compare(world(30, 0.3), algorithms=["auto"], seeds=1, rounds=18, budget=2)
     assert [row["algorithm"] for row in comparison.rows] == ["local", "fedavg", "fine-tuned", "auto"]
