@@ -289,7 +289,7 @@ class Federation:
     def score(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, Tensor]:
         """Return metrics [n] of given models [n, d] on one split, as `evaluate` does."""
         asked = self._asked(metrics)
-        return self._scores(self.runtime.score(models, split, asked), asked)
+        return self._scores(self.runtime.score(models.to(self.device), split, asked), asked)
 
     def pooled(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """Return metrics of given models [n, d] over the rows of all clients together on one split."""
