@@ -18,7 +18,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.base import norm
-from coterie.theory import flix_rates, flix_steps
+from coterie.theory import flix_rates, flix_rounds, flix_steps
 from coterie.theory.flix import Mixture
 
 FULL = ("dgd", "dcgd", "diana", "ef21", "scaffnew")  # all rows in a gradient, and a step size from theory
@@ -288,9 +288,28 @@ class FLIX(Algorithm):
         chosen = {"alpha": s.alpha} if isinstance(self.alpha, str) else {}
         return chosen | ({"gap": torch.tensor(s.gap)} if math.isfinite(s.gap) else {})
 
+    def require_certificate(self, fed: Federation) -> None:
+        why = ""
+        if not fed.model.convex:
+            why = "networks have none: their losses are not convex"
+        elif self.solver != "dgd" or self.lr > 0 or self.participation < 1 or self.alpha == "auto":
+            why = "it needs solver = dgd, lr = 0, a given alpha and all clients in every round"
+        elif self.mixture(fed).mu <= 0 < self._alphas(fed).max():
+            why = flix_rounds.NOT_STRONGLY_CONVEX
+        if why:
+            raise SettingError(f"flix: no certificate, so no accuracy can be the target: {why}")
+
     def certificate(self, s: State) -> float:
         """Return a bound on f~(x) - min f~, from the gradient of gradient descent; inf for other solvers."""
-        return float(s.gap)
+        return float(s.gap) if s.alpha.any() else 0.0
+
+    def rounds_left(self, s: State, target: float) -> int | None:
+        if not 0 < self.certificate(s) < math.inf:
+            return None
+        mixture = self._known(
+            s
+        )  # the gradient is as small as the gap that it bounds once the gap is this small
+        return flix_rounds.dgd_rounds(mixture, self.certificate(s), target * mixture.mu / mixture.L)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sent, own = compressor(self.compressor).floats(d), int(isinstance(self.alpha, tuple))

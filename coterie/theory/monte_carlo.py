@@ -75,7 +75,7 @@ class World:
     correlation: float = 0.0
     lam: float = 1.5
     alpha: float = 0.1
-    local_steps: int = 5
+    local_steps: int = 3
     local_lr: float = 0.1
 
     @property
