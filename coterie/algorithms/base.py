@@ -235,6 +235,16 @@ class Algorithm:
         """
         return s.x if "x" in s else None
 
+    def require_certificate(self, fed: Federation) -> None:
+        """Raise SettingError unless `certificate` will bound the distance to the best value on this federation."""
+        raise SettingError(
+            f"{self.name} has no certificate, so no accuracy can be the target of its training; flix with dgd has one"
+        )
+
+    def rounds_left(self, s: State, target: float) -> int | None:
+        """Return the rounds after which `certificate` is sure to be at most `target`; None if that is not known."""
+        return None
+
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         """Return values to record whenever models are scored.
 

@@ -48,6 +48,7 @@ COMMANDS = {
     "advise": CommandEntry("planning", f"advise {HEART}", "Before training"),
     "plan": CommandEntry("planning", f"plan {HEART} --accuracy 0.001 --rounds 10", "Before training"),
     "data": CommandEntry("data", f"data describe {HEART}", "Before training"),
+    "theory": CommandEntry("theory", "theory risk --gamma 2 --r2 1 --rho2 2 --noise 0.25", "Learn more"),
     "algorithms": CommandEntry("catalogue", "algorithms ditto", "Learn more"),
     "reproduce": CommandEntry("catalogue", "reproduce known-clusters/baselines --check", "Learn more"),
 }

@@ -45,7 +45,7 @@ from coterie.cli.arguments import (
 )
 from coterie.cli.models import report_beside
 from coterie.engine.federation import Federation
-from coterie.report.tables import comparison_tables, run_notes, run_summary, run_table
+from coterie.report.tables import certified, comparison_tables, run_notes, run_summary, run_table
 from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
 from coterie.select.auto import ChosenRun
@@ -162,6 +162,10 @@ def fit(
         float | None,
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="flix: stop once the loss is proved to be this close to its minimum"),
+    ] = None,
     l2: L2Option = None,
     state_memory: StateMemoryOption = None,
     track: Annotated[
@@ -215,7 +219,10 @@ def fit(
             state_memory=state_memory,
             metric=metric,
             refit=refit or ("validation" if budget_mb is None else "none"),
+            target=accuracy,
         )
+    if accuracy is not None:
+        console.notes([certified(run, accuracy)])
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())
     _finished(run, json)

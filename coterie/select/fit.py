@@ -33,6 +33,7 @@ def fit(
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
     refit: str | None = None,
+    target: float | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -46,9 +47,12 @@ def fit(
     beyond that in a temporary file. `metric` (a name such as "auc", or a `coterie.metrics.Metric`) is what "auto" and
     `select="best"` go by instead of the loss, and what reports show; `metrics` are recorded beside it. `refit`
     trains the deployed models again, for as many rounds: "validation" on training and validation rows, as "auto" does
-    unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before.
+    unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before. With a `target`
+    training stops as soon as the method proves that its objective is at most that far above the minimum (`flix`).
     """
     if algorithm == "auto":
+        if target is not None:
+            raise SettingError("auto chooses on validation rows; an accuracy is a target for flix")
         if track is not None:
             raise SettingError("a race has many runs; fit the method it chose with track= instead")
         return fit_chosen(
@@ -77,4 +81,5 @@ def fit(
         metric=metric,
         metrics=metrics,
         refit=refit or "none",
+        target=target,
     )
