@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms.base import Algorithm, setting
@@ -15,7 +15,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import UNNAMED, Replies
 from coterie.engine.state import State
 from coterie.models.base import Model
-from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
+from coterie.models.binning import GRIDS, NO_EDGE, GridSearch, cell_counts, grid_size, to_bins
 from coterie.models.histograms import assign, histograms
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, nodes_of
 from coterie.models.tree_growth import Growth, Rules, bounds
@@ -24,7 +24,6 @@ from coterie.models.trees import Trees
 
 FIRST_PULL = 30.0  # lambda of the first tree, before any was judged
 MEMORY = 0.8  # share of earlier trees in the judgement of lambda
-POINTS = 4  # of a sketch, for each bin
 NEVER = 1e300  # a validation loss that is not known
 
 
@@ -58,7 +57,9 @@ class BoostedTrees(Algorithm):
     lr: float = setting(
         0.1, "learning rate: share of each leaf's value", above=0, high=1, tune=(0.05, 0.1, 0.2)
     )
-    leaves: int = setting(16, "most leaves of a tree, as far as the model has room", low=2, high=256, tune=(8, 16, 32))
+    leaves: int = setting(
+        16, "most leaves of a tree, as far as the model has room", low=2, high=256, tune=(8, 16, 32)
+    )
     lambda_: float | str = setting(
         "auto",
         "pull of leaves to the shared ones: auto (cross-fitted), shared, or a number",
@@ -83,7 +84,7 @@ class BoostedTrees(Algorithm):
     )
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
-    varying: ClassVar[frozenset[str]] = frozenset({"histogram"})
+    varying: ClassVar[frozenset[str]] = frozenset({"survey", "histogram"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,14 +98,11 @@ class BoostedTrees(Algorithm):
 
     def start(self, fed: Federation) -> State:
         model = self.model_of(fed)
-        x, edges = fed.initial_model(), torch.full((model.width, self.bins - 2), NO_EDGE, dtype=fed.dtype)
-        classes = model.classes or 1
+        x, classes = fed.initial_model(), model.classes or 1
         balance = torch.ones(classes, dtype=fed.dtype, device=fed.device)
-        replies = fed.map(self.survey)
+        replies = fed.map(self.tally)
         if len(replies):
-            points, mass = (replies[name].transpose(0, 1).flatten(1).cpu() for name in ("points", "mass"))
-            edges = cut_points(points, mass, self.bins - 2)
-            total = _total(replies, "targets")
+            total = _total(replies)
             share = total[:-1] / total[-1]
             if self.balance and classes > 1:
                 balance = 1 / (classes * share.clamp(min=1 / total[-1]))
@@ -113,7 +111,7 @@ class BoostedTrees(Algorithm):
             model.parts(x)[0].copy_(model.loss_of.constant(share))
         return State(
             x=x,
-            edges=edges.to(fed.device),
+            edges=self.edges(fed, model).to(fed.device),
             signs=self.signs(fed, model).to(fed.device),
             balance=balance,
             pulls=torch.zeros(model.trees, 2, dtype=fed.dtype, device=fed.device),
@@ -145,7 +143,10 @@ class BoostedTrees(Algorithm):
     def grow(self, fed: Federation, s: State, model: Trees) -> Growth | None:
         """Return the trees of this round, grown level by level; None if nobody answered."""
         rules = Rules(self.smoothing, self.least, self.gain, model.categorical, s.signs.cpu())
-        growth, before = Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules), torch.zeros(0)
+        growth, before = (
+            Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules),
+            torch.zeros(0),
+        )
         for level in range(self.depth):
             if not growth.growing:
                 break
@@ -181,18 +182,36 @@ class BoostedTrees(Algorithm):
             return s.replace(best=s.planted, lowest=held / rows, done=full)
         return s.replace(done=full or (self.patience > 0 and s.planted - s.best >= self.patience))
 
-    def survey(self, client: Client) -> dict[str, Tensor]:
-        """Return sketches of the features, and sums of the targets (of each class) with the number of rows."""
-        rows, target, weight = client.features(client.initial_model())
-        here = (weight > 0).to(weight.dtype)
-        points, mass = sketch(rows, here, POINTS * self.bins)
-        model = client.model
-        if isinstance(model, Trees) and model.classes:
-            hits = torch.nn.functional.one_hot(target.long(), model.classes).to(here)
-            sums = (hits * here.unsqueeze(-1)).sum(-2)
-        else:
-            sums = (target.to(here) * here).sum(-1, keepdim=True)
-        return {"points": points, "mass": mass, "targets": torch.cat([sums, here.sum(-1, keepdim=True)], -1)}
+    def edges(self, fed: Federation, model: Trees) -> Tensor:
+        """Return the cut points of the features, from counts on grids that narrow."""
+        search = GridSearch((~model.categorical).nonzero().squeeze(-1), self.bins, fed.dtype)
+        for _ in range(GRIDS):
+            if not len(search.asked):
+                break
+            replies = fed.map(
+                self.survey, features=search.asked.to(fed.device), grid=search.grid.to(fed.device)
+            )
+            if not len(replies):
+                break
+            search.learn(_total(replies))
+        return search.edges(model.width)
+
+    def tally(self, client: Client) -> Tensor:
+        """Return the sums of the targets (of each class) and the number of rows."""
+        _, target, weight = client.features(client.initial_model())
+        here, classes = (weight > 0).to(weight.dtype), _trees(client).classes
+        hits = (
+            nn.functional.one_hot(target.long(), classes).to(here)
+            if classes
+            else target.to(here).unsqueeze(-1)
+        )
+        return torch.cat([(hits * here.unsqueeze(-1)).sum(-2), here.sum(-1, keepdim=True)], -1)
+
+    def survey(self, client: Client, features: Tensor, grid: Tensor) -> Tensor:
+        """Return how many rows are in each cell of the grids of some features, [..., features, cells]."""
+        rows, _, weight = client.features(client.initial_model())
+        features, grid = (_one(value, len(client.lead)) for value in (features, grid))
+        return cell_counts(rows[..., features], (weight > 0).to(weight.dtype), grid)
 
     def begin(
         self,
@@ -333,7 +352,8 @@ class BoostedTrees(Algorithm):
         tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, min(self.leaves, model.leaves) // 2)
         start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
         return {
-            "survey": (0, 2 * POINTS * features * self.bins + classes + 1),
+            "tally": (0, classes + 1),
+            "survey": (features * (1 + grid_size(self.bins)), features * (1 + grid_size(self.bins))),
             "begin": (start, 0),
             "histogram": (tree + most, most * features * self.bins * (3 if self.contrasts else 2)),
             "plant": (tree + c * model.leaves + features + 3, 2 * len(PULLS) + 2),
