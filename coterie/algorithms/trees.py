@@ -77,7 +77,7 @@ class BoostedTrees(Algorithm):
     gain: float = setting(0.0, "least gain of a split", low=0)
     folds: int = setting(5, "parts of a client's rows for cross-fitting lambda", low=2)
     patience: int = setting(
-        20, "trees without a lower validation loss after which growth ends; 0: never", low=0
+        20, "trees without a lower validation loss after which growth ends; 0: never, and all are used", low=0
     )
     monotone: str = setting(
         "", "columns that may only raise (+) or lower (-) predictions, such as 'age+, dose-'"
@@ -95,6 +95,9 @@ class BoostedTrees(Algorithm):
 
     def own_model(self, rounds: int) -> Model:
         return Trees(trees=max(1, rounds), leaves=self.leaves)
+
+    def without_stopping(self) -> BoostedTrees:
+        return self.replace(patience=0)
 
     def start(self, fed: Federation) -> State:
         model = self.model_of(fed)
@@ -176,7 +179,7 @@ class BoostedTrees(Algorithm):
         """Return the state with the number of trees to deploy, and whether growth ends."""
         full = s.planted >= model.trees
         held, rows = _total(replies, "held").tolist() if len(replies) else (0.0, 0.0)
-        if not rows:
+        if not rows or not self.patience:
             return s.replace(best=s.planted if s.lowest == NEVER else s.best, done=full)
         if held / rows < s.lowest:
             return s.replace(best=s.planted, lowest=held / rows, done=full)
