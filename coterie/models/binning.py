@@ -106,13 +106,13 @@ def cut_points(grid: Numbers, counts: Numbers, most: int) -> Numbers:
     """Return at most `most` increasing cut points between the cells that hold values.
 
     They lie in the middle of empty cells where there are some. If there are not enough for all cells, they split the
-    rows evenly, but that a cell with more rows than a bin should have gets a bin of its own.
+    rows evenly.
     """
     low, high, mass = _occupied(grid, counts)
     between = high[:-1] + 0.5 * (low[1:] - high[:-1])
     if len(between) <= most:
         return between
-    ranks = np.minimum(mass, _fair_share(mass, most + 1)).cumsum()
+    ranks = mass.cumsum()
     aims = ranks[-1] * np.arange(1, most + 1) / (most + 1)
     above = np.searchsorted(ranks[:-1], aims).clip(1, len(between) - 1)
     nearer = aims - ranks[above - 1] < ranks[above] - aims
@@ -134,7 +134,7 @@ def _narrowed(grid: Numbers, counts: Numbers, bins: int) -> Numbers | None:
     Cells that hold values keep their ends, and share the room that is left by the roots of their counts.
     """
     low, high, mass = _occupied(grid, counts)
-    limit = 0.5 * _fair_share(mass, bins)
+    limit = 0.5 * mass.sum() / bins if len(mass) > bins else 0.0  # few cells: each may get bins of its own
     if len(mass) > len(grid) // 4:  # more than there will be bins: those that hold little go together
         first = _first_of_groups(mass, limit)
         low, mass = low[first], np.add.reduceat(mass, first)
@@ -161,15 +161,6 @@ def _occupied(grid: Numbers, counts: Numbers) -> tuple[Numbers, Numbers, Numbers
     here = counts > 0
     low, high = np.concatenate([grid[:1], grid]), np.concatenate([grid, grid[-1:]])
     return low[here], high[here], counts[here]
-
-
-def _fair_share(mass: Numbers, bins: int) -> float:
-    """Return the share c of a bin if cells that hold more have one each: the sum of min(mass, c) is bins times c."""
-    ordered = np.sort(mass)[::-1]
-    rest = ordered.sum() - np.concatenate([[0.0], ordered[: bins - 1].cumsum()])  # without the k largest
-    shares = rest[: len(ordered)] / (bins - np.arange(len(rest)))[: len(ordered)]
-    fits = shares >= ordered[: len(shares)]
-    return float(shares[fits.argmax()]) if fits.any() else 0.0
 
 
 def _first_of_groups(mass: Numbers, limit: float) -> NDArray[np.intp]:

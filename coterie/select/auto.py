@@ -289,7 +289,8 @@ def _trees(fed: Federation, methods: Sequence[str] | None, rounds: int) -> list[
     if fed.origin is None or not can_fold(fed):
         return []
     usual = BoostedTrees(lr=min(FASTEST, max(SLOWEST, TREES_PATH / rounds)))
-    return [usual, usual.replace(leaves=4, least=10.0)]
+    faster = usual.replace(lr=min(FASTEST, 2 * usual.lr))
+    return list(dict.fromkeys([usual, usual.replace(leaves=4, least=10.0), faster]))
 
 
 def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:
