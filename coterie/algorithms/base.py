@@ -325,6 +325,16 @@ class Algorithm:
         """
         return None
 
+    def without_stopping(self) -> Algorithm:
+        """Return the settings that train up to the last round, whatever validation rows say.
+
+        Returns
+        -------
+        Algorithm
+            The settings themselves, by default: few methods stop by themselves.
+        """
+        return self
+
     def allowed_steps(self, fed: Federation, curvature: float) -> dict[str, float]:
         """Return the largest step sizes at which gradient steps do not diverge.
 

@@ -164,6 +164,17 @@ def truth(text: str) -> bool:
     return text.lower() in ("true", "yes", "1")
 
 
+def method_for(model: str, algorithm: str | None, usual: str = "ditto") -> str:
+    """Return the method asked for, or the usual one; raise `SettingError` if it cannot train the model."""
+    if model != "trees":
+        return algorithm or usual
+    if algorithm == "auto":
+        raise SettingError("auto lets trees race beside linear models by itself; leave out --model trees")
+    if algorithm not in (None, "trees"):
+        raise SettingError(f"{algorithm} does not grow trees; leave out --algorithm, or --model trees")
+    return "trees"
+
+
 def write_json(path: Path | None, value: Any) -> None:
     """Write a value as JSON, if there is a path."""
     if path is not None:

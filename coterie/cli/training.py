@@ -37,6 +37,7 @@ from coterie.cli.arguments import (
     TaskOption,
     assignments,
     find_table,
+    method_for,
     named_assignments,
     require_place,
     shares,
@@ -68,8 +69,9 @@ def compare(
     cluster: ClusterOption = None,
     task: TaskOption = None,
     algorithms: Annotated[
-        str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
-    ] = "ditto",
+        str | None,
+        typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas"),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,7 +97,9 @@ def compare(
 ) -> None:
     """Compare methods on your table, client by client, and say whether collaborating helps."""
     require_place(json)
-    names = list(dict.fromkeys(name.strip() for name in algorithms.split(",") if name.strip()))
+    if model == "trees":  # beside linear models, which the other methods train
+        algorithms, model = f"{algorithms or ''},trees", "linear"
+    names = list(dict.fromkeys(name.strip() for name in (algorithms or "ditto").split(",") if name.strip()))
     given = named_assignments(settings or [], [*BASELINES, *names])
     with console.progress() as watch:
         comparison = run_comparison(
@@ -135,8 +139,11 @@ def fit(
     target: TargetOption,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="run folder to make")],
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them; auto: let them race")
-    ] = "ditto",
+        str | None,
+        typer.Option(
+            metavar="NAME", help="ditto if not given; `coterie algorithms` lists all; auto: let them race"
+        ),
+    ] = None,
     settings: SetOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
@@ -176,7 +183,7 @@ def fit(
 ) -> None:
     """Train one method and save a model per client."""
     given = assignments(settings or [])
-    from_theory = truth(given.pop("theory", "false"))
+    from_theory, algorithm = truth(given.pop("theory", "false")), method_for(model, algorithm)
     method = "auto" if algorithm == "auto" else make(algorithm, **given)
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
@@ -308,10 +315,13 @@ def tune(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
-    algorithm: Annotated[str, typer.Option(metavar="NAME", help="method whose settings are searched")],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="folder for the study; a search that is there goes on")
     ],
+    algorithm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="method whose settings are searched; ditto if not given"),
+    ] = None,
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried in all")] = 30,
     rounds: RoundsOption = 100,
     sampler: Annotated[
@@ -340,6 +350,7 @@ def tune(
     Test rows are not read. The last line is the command that trains with what was found.
     """
     require_place(json)
+    algorithm = method_for(model, algorithm)
     method = make(algorithm, **assignments(settings or []))
     source = find_table(table)
     data = {

@@ -24,6 +24,7 @@ from coterie.models.metrics import find as find_metric
 from coterie.select.auto_race import every
 from coterie.select.divisions import divisions, federation, folds_for
 from coterie.select.entrants import BASELINES, Watch, entrants, validation_cost
+from coterie.select.grid import trained_by
 from coterie.select.verdict import Verdict, row_metric
 from coterie.train.fit import fit, refit
 from coterie.train.folder import RunFolder, environment
@@ -453,7 +454,7 @@ def _deployed(comparison: Comparison, name: str, whole: Federation, rounds: int)
     settings = min(votes, key=lambda algorithm: (-votes[algorithm], cost[algorithm]))
     run = trials[0].run
     return fit(
-        whole,
+        trained_by([settings], whole, rounds),
         settings,
         rounds,
         evaluate_every=every(rounds),
