@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A metric that one test registers is unknown to the next."""
+    """Make a metric that one test registers unknown to the next."""
     from coterie.models.metrics import registry
 
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.collaboration [shape ...] [--seeds N]`.
 
-Every shape is a federation drawn anew for each seed. Methods run with their defaults for the same number of rounds; only
+A shape is a federation drawn anew for each seed. Methods run with their defaults for the same number of rounds; only
 `oracle` knows the clusters. `--set development` draws the seeds on which defaults were chosen, `--set report` (the
 default) others. A gap is counted in spreads: the standard deviation, inside a cluster, of what clients fit alone.
 

@@ -43,9 +43,9 @@ def _lecturers() -> pl.DataFrame:
 def friedman(seed: int, effect: str, noise: str = "normal", sparse: bool = False) -> pl.DataFrame:
     """Return Friedman's function (1991) on ten uniform features for clients that differ in one part of it.
 
-    10 sin(pi x1 x2) + 20 (x3 - 1/2)^2 + 10 x4 + 5 x5 + noise, with a client's own intercept (`intercept`), its own slope
-    of x4 (`slope`), or its own strength of the product x1 x2 (`interaction`). Noise has variance one, or is a t with two
-    degrees of freedom. `sparse`: 40 further features without effect, and a tenth of all values missing.
+    10 sin(pi x1 x2) + 20 (x3 - 1/2)^2 + 10 x4 + 5 x5 + noise, with a client's own intercept (`intercept`), its own
+    slope of x4 (`slope`), or its own strength of the product x1 x2 (`interaction`). Noise has variance one, or is a t
+    with two degrees of freedom. `sparse`: 40 further features without effect, and a tenth of all values missing.
     """
     draw = np.random.default_rng(seed)
     sizes = draw.integers(ROWS // 4, 2 * ROWS, CLIENTS)
@@ -54,7 +54,12 @@ def friedman(seed: int, effect: str, noise: str = "normal", sparse: bool = False
     own = draw.normal(size=CLIENTS)[owner]
     strength = 1 + (0.6 * own if effect == "interaction" else 0)
     slope = 10 + (5 * own if effect == "slope" else 0)
-    mean = 10 * strength * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + slope * x[:, 3] + 5 * x[:, 4]
+    mean = (
+        10 * strength * np.sin(np.pi * x[:, 0] * x[:, 1])
+        + 20 * (x[:, 2] - 0.5) ** 2
+        + slope * x[:, 3]
+        + 5 * x[:, 4]
+    )
     mean = mean + (3 * own if effect == "intercept" else 0)
     y = mean + (draw.standard_t(2, len(owner)) if noise == "heavy" else draw.normal(size=len(owner)))
     if sparse:
@@ -80,7 +85,7 @@ WORLDS = (
     World("MathAchieve", _file("hierarchical", "MathAchieve.csv"), "School", "MathAch", ("rownames",)),
     World(
         "star",
-        _file("hierarchical", "star.csv"),
+        lambda: tables.read(DATA / "hierarchical" / "star.csv").drop_nulls(["math", "sch"]),
         "sch",
         "math",
         ("rownames", "id", "tch", "read", "birthq"),

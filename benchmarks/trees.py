@@ -1,8 +1,8 @@
 """Trees against boosted trees on pooled rows: `python -m benchmarks.trees [table|speed]`.
 
-`table` fits every method on five splits of every world (benchmarks/tree_worlds.py) and writes benchmarks/results/trees.md
-and trees.json. `speed` times pooled rows with equal bins and leaves, in CPU seconds. LightGBM and XGBoost see all rows in
-one place; ours, the mixed model and the linear methods see sums and models of clients only.
+`table` fits every method on five splits of every world (benchmarks/tree_worlds.py) and writes trees.md and trees.json
+in benchmarks/results. `speed` times pooled rows with equal bins and leaves, in CPU seconds. LightGBM and XGBoost see
+all rows in one place; ours, the mixed model and the linear methods see sums and models of clients only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def predicted(run: Any) -> tuple[str, np.ndarray, np.ndarray]:
 
 def ours(world: World, seed: int) -> dict[str, float]:
     fed = read(world, seed, coterie.models.trees(TREES, LEAVES))
-    run = coterie.fit(fed, coterie.algorithms.BoostedTrees(leaves=LEAVES, lr=RATE, patience=PATIENCE), TREES, evaluate_every=0)
+    run = coterie.fit(
+        fed,
+        coterie.algorithms.BoostedTrees(leaves=LEAVES, lr=RATE, patience=PATIENCE),
+        TREES,
+        evaluate_every=0,
+    )
     return measures(*predicted(run))
 
 
@@ -123,7 +128,11 @@ def lightgbm(world: World, seed: int, how: str) -> dict[str, float]:
     if how != "per client":
         found = fitted(x, y, kinds)
     else:
-        pooled = y["train"].mean() if task != "multiclass" else np.bincount(y["train"].astype(int), minlength=classes or 0) / len(y["train"])
+        pooled = (
+            y["train"].mean()
+            if task != "multiclass"
+            else np.bincount(y["train"].astype(int), minlength=classes or 0) / len(y["train"])
+        )
         found = np.zeros((len(y["test"]), classes)) if task == "multiclass" else np.zeros(len(y["test"]))
         for k in range(fed.n):
             mine = {split: owner[split] == k for split in rows}
@@ -135,7 +144,9 @@ def lightgbm(world: World, seed: int, how: str) -> dict[str, float]:
                 continue
             found[mine["test"]] = fitted({split: x[split][mine[split]] for split in rows}, own_y, kinds)
     if task == "regression":
-        return measures(task, found * unit.target_sd + unit.target_mean, y["test"] * unit.target_sd + unit.target_mean)
+        return measures(
+            task, found * unit.target_sd + unit.target_mean, y["test"] * unit.target_sd + unit.target_mean
+        )
     return measures(task, np.stack([1 - found, found], 1) if task == "binary" else found, y["test"])
 
 
@@ -190,7 +201,11 @@ def interval(values: list[float]) -> str:
     """Return the mean and the half-width of its 95 % interval over splits."""
     if not values:
         return "–"
-    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    half = (
+        stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+        if len(values) > 1
+        else 0.0
+    )
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
@@ -264,7 +279,9 @@ def _cpu() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("table", "speed", "write"), default="table")
-    parser.add_argument("--worlds", default=",".join(BY_NAME).replace(", ", "; "), help="names with ';' for ','")
+    parser.add_argument(
+        "--worlds", default=",".join(BY_NAME).replace(", ", "; "), help="names with ';' for ','"
+    )
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--rows", type=int, default=100_000)
@@ -275,7 +292,12 @@ def main() -> None:
     record, times = RESULTS / "trees.json", RESULTS / "trees_speed.json"
     if chosen.what == "speed":
         found = speed(chosen.rows, chosen.features, chosen.trees, chosen.threads)
-        found["size"] = {"rows": chosen.rows, "features": chosen.features, "trees": chosen.trees, "threads": chosen.threads}
+        found["size"] = {
+            "rows": chosen.rows,
+            "features": chosen.features,
+            "trees": chosen.trees,
+            "threads": chosen.threads,
+        }
         times.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))
     if chosen.what == "table":
@@ -289,17 +311,26 @@ def main() -> None:
 
 def _times(found: dict[str, Any]) -> str:
     size = found.pop("size")
-    lines = [f"{size['rows']:,} rows × {size['features']} features × {size['trees']} trees of 32 leaves, 64 bins, "
-             f"pooled rows, {size['threads']} thread(s). CPU seconds include binning.", "", "| library | CPU s | wall s | test MSE |", "|---|---:|---:|---:|"]
-    lines += [f"| {name} | {line['cpu_s']:.1f} | {line['wall_s']:.1f} | {line['mse']:.4f} |" for name, line in found.items()]
+    lines = [
+        f"{size['rows']:,} rows × {size['features']} features × {size['trees']} trees of 32 leaves, 64 bins, "
+        f"pooled rows, {size['threads']} thread(s). CPU seconds include binning.",
+        "",
+        "| library | CPU s | wall s | test MSE |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {name} | {line['cpu_s']:.1f} | {line['wall_s']:.1f} | {line['mse']:.4f} |"
+        for name, line in found.items()
+    ]
     return "## Speed\n\n" + "\n".join(lines)
 
 
 HEAD = f"""# Trees
 
-Made by `python -m benchmarks.trees`. Each number is a mean over splits (60 % training, 20 % validation, 20 % test rows of
-each client) with its 95 % interval; the last column is the paired difference over the same splits. LightGBM has all rows
-in one place, with {LEAVES} leaves, rate {RATE} and early stopping on validation rows as ours; "+ client" adds the client as a category.
+Made by `python -m benchmarks.trees`. Each number is a mean over splits (60 % training, 20 % validation, 20 % test rows
+of each client) with its 95 % interval; the last column is the paired difference over the same splits. LightGBM has all
+rows in one place, with {LEAVES} leaves, rate {RATE} and early stopping on validation rows as ours; "+ client" adds the
+client as a category.
 The mixed model is `hierarchical` with a random intercept over linear effects. "best linear method" is the one with the
 lowest validation loss of {", ".join(LINEAR)}. Lower RMSE and log-loss are better, higher accuracy and AUC."""
 

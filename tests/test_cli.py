@@ -376,7 +376,7 @@ class TestDescribe:
         assert "[red]north" in shown.out
         described = read(tmp_path / "d.json")
         assert described["task"] == kind
-        assert [column["column"] for column in described["columns"]] == ["age", "score", "colour"]
+        assert [column["column"] for column in described["columns"]] == ["age", "colour", "score"]
         assert described["columns"][0]["missing_percent"] == pytest.approx(100 * 15 / 160)
 
 

@@ -431,9 +431,7 @@ def _numbers(algorithm: str, name: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
     except ValueError:
-        raise SettingError(
-            f"{algorithm}: {name} = {text!r} is not a list such as [0.5,1,2]"
-        ) from None
+        raise SettingError(f"{algorithm}: {name} = {text!r} is not a list such as [0.5,1,2]") from None
 
 
 def _check(algorithm: str, field: dataclasses.Field[Any], value: Any) -> None:

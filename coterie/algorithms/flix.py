@@ -294,7 +294,7 @@ class FLIX(Algorithm):
 
     def certificate(self, s: State) -> float:
         """Return a bound on f~(x) - min f~, from the gradient of gradient descent; inf for other solvers."""
-        return s.gap
+        return float(s.gap)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sent, own = compressor(self.compressor).floats(d), int(isinstance(self.alpha, tuple))

@@ -108,6 +108,7 @@ class PflTc(Finder):
     def start(self, fed: Federation) -> State:
         if self.clusters > fed.n:
             raise SettingError(f"{self.name}: clusters = {self.clusters}, but there are only {fed.n} clients")
+        self._rule(self.clusters, fed.n, share=self.share)  # refuses what it lacks before anybody trains
         x = fed.initial_model()
         models = x.repeat(1 if self.at == "common" else fed.n, 1)
         labels = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)

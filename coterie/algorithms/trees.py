@@ -19,7 +19,7 @@ from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
 from coterie.models.histograms import assign, histograms
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, nodes_of
 from coterie.models.tree_growth import Growth, Rules, bounds
-from coterie.models.tree_walk import FEATURE, MOST_LEVELS, PARENT, THRESHOLD
+from coterie.models.tree_walk import COLUMNS, FEATURE, MOST_LEVELS, PARENT, THRESHOLD
 from coterie.models.trees import Trees
 
 FIRST_PULL = 30.0  # lambda of the first tree, before any was judged
@@ -39,9 +39,10 @@ class BoostedTrees(Algorithm):
     v_il = (lambda v_l - G_il) / (lambda + H_il),    v_l = -G_l / (H_l + 1)
 
     and moves its scores by lr v_il, so that the next tree sees what is left for everybody. G_il stays with the client.
-    lambda -> infinity gives one model for all, lambda = 0 shared splits with values of one's own. With lambda = auto each
-    client cross-fits: leaves without a fold of its rows are judged on that fold, for every lambda of a grid, and the
-    sum over clients decides for the next tree.
+    lambda -> infinity gives one model for all, lambda = 0 shared splits with values of one's own. The pull is applied
+    from the root down (`models/personal_leaves.py`), so that an effect on all rows is estimated from all rows. With
+    lambda = auto each client cross-fits: values without a fold of its rows are judged on that fold, for every lambda
+    of a grid, and the sum over clients decides for the next tree.
 
     Examples
     --------
@@ -54,19 +55,32 @@ class BoostedTrees(Algorithm):
     True
     """
 
-    lr: float = setting(0.1, "learning rate: share of each leaf's value", above=0, high=1, tune=(0.05, 0.1, 0.2))
+    lr: float = setting(
+        0.1, "learning rate: share of each leaf's value", above=0, high=1, tune=(0.05, 0.1, 0.2)
+    )
     leaves: int = setting(16, "most leaves of a tree", low=2, high=256, tune=(8, 16, 32))
     lambda_: float | str = setting(
-        "auto", "pull of leaves to the shared ones: auto (cross-fitted), shared, or a number", tune=("auto", "shared")
+        "auto",
+        "pull of leaves to the shared ones: auto (cross-fitted), shared, or a number",
+        tune=("auto", "shared"),
     )
     depth: int = setting(6, "most splits on the way to a leaf", low=1)
     bins: int = setting(64, "bins of a feature", low=4, high=256)
-    least: float = setting(3.0, "least sum of second derivatives (rows, for squared loss) in a leaf", low=0, tune=(1.0, 3.0, 10.0))
+    least: float = setting(
+        3.0,
+        "least sum of second derivatives (rows, for squared loss) in a leaf",
+        low=0,
+        tune=(1.0, 3.0, 10.0),
+    )
     smoothing: float = setting(1.0, "added to the second derivatives of a shared leaf", low=0)
     gain: float = setting(0.0, "least gain of a split", low=0)
     folds: int = setting(5, "parts of a client's rows for cross-fitting lambda", low=2)
-    patience: int = setting(20, "trees without a lower validation loss after which growth ends; 0: never", low=0)
-    monotone: str = setting("", "columns that may only raise (+) or lower (-) predictions, such as 'age+, dose-'")
+    patience: int = setting(
+        20, "trees without a lower validation loss after which growth ends; 0: never", low=0
+    )
+    monotone: str = setting(
+        "", "columns that may only raise (+) or lower (-) predictions, such as 'age+, dose-'"
+    )
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
     varying: ClassVar[frozenset[str]] = frozenset({"histogram"})
@@ -135,13 +149,13 @@ class BoostedTrees(Algorithm):
         for level in range(self.depth):
             if not growth.growing:
                 break
-            sent = {"splits": growth.splits.to(fed.device), "nodes": growth.asked.to(fed.device)}
-            replies = fed.map(self.histogram, **sent)
+            splits = growth.splits.to(fed.device)
+            replies = fed.map(self.histogram, splits=splits, nodes=growth.asked.to(fed.device))
             if not len(replies):
                 return None if level == 0 else growth
             others = None
             if level and not torch.equal(replies.ids, before):  # a difference would be of other clients
-                again = fed.map(self.histogram, **{**sent, "nodes": growth.others().to(fed.device)})
+                again = fed.map(self.histogram, splits=splits, nodes=growth.others().to(fed.device))
                 if not len(again):
                     return growth
                 others = _total(again).cpu()
@@ -181,7 +195,14 @@ class BoostedTrees(Algorithm):
         return {"points": points, "mass": mass, "targets": torch.cat([sums, here.sum(-1, keepdim=True)], -1)}
 
     def begin(
-        self, client: Client, x: Tensor, edges: Tensor, signs: Tensor, balance: Tensor, pulls: Tensor, planted: int
+        self,
+        client: Client,
+        x: Tensor,
+        edges: Tensor,
+        signs: Tensor,
+        balance: Tensor,
+        pulls: Tensor,
+        planted: int,
     ) -> None:
         """Bin the rows, and take the steps of all trees that are there."""
         model, lead = _trees(client), len(client.lead)
@@ -199,7 +220,9 @@ class BoostedTrees(Algorithm):
             for tree in range(planted):
                 leaf = found[..., tree, :]
                 if split == "train":
-                    step = self.step(model, splits[tree], shared[tree] / self.lr, signs, *pulls[tree].tolist())
+                    step = self.step(
+                        model, splits[tree], shared[tree] / self.lr, signs, *pulls[tree].tolist()
+                    )
                     own, scores, _ = boost(step, scores, target, here, leaf)
                     values[..., tree, :, :] = self.lr * own
                 else:
@@ -225,14 +248,22 @@ class BoostedTrees(Algorithm):
         leaf = self.leaf(client, bins, _one(splits, lead))
         pairs = client.keep.pairs.double()
         if self.contrasts:
-            pairs = torch.cat([pairs, pairs[..., :1] * client.keep.sign.double().view(*client.lead, 1, 1, 1)], -1)
-        whole = (bins, pairs, leaf)
-        stacked = whole if lead else tuple(part.unsqueeze(0) for part in whole)
-        sums = histograms(*stacked, _one(nodes, lead), self.bins)
+            pairs = torch.cat(
+                [pairs, pairs[..., :1] * client.keep.sign.double().view(*client.lead, 1, 1, 1)], -1
+            )
+        bins, pairs, leaf = (part if lead else part.unsqueeze(0) for part in (bins, pairs, leaf))
+        sums = histograms(bins, pairs, leaf, _one(nodes, lead), self.bins)
         return sums if lead else sums.squeeze(0)
 
     def plant(
-        self, client: Client, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float, place: int
+        self,
+        client: Client,
+        splits: Tensor,
+        values: Tensor,
+        signs: Tensor,
+        root: float,
+        deep: float,
+        place: int,
     ) -> dict[str, Tensor]:
         """Give the leaves of new trees their values and move the scores; return how every lambda would have done."""
         model, lead, keep = _trees(client), len(client.lead), client.keep
@@ -252,7 +283,9 @@ class BoostedTrees(Algorithm):
         rows = torch.stack([losses.sum(-1), keep.held_weight.sum(-1)], -1)
         return {"judged": judged, "held": rows}
 
-    def step(self, model: Trees, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float) -> Step:
+    def step(
+        self, model: Trees, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float
+    ) -> Step:
         """Return what a client needs to give the leaves of these trees its values."""
         limits = bounds(splits, values, signs)
         return Step(model.loss_of, nodes_of(splits), values, *limits, self.lr, root, deep)
@@ -297,7 +330,7 @@ class BoostedTrees(Algorithm):
     def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
         assert isinstance(model, Trees)
         c, features, classes = model.outputs, model.width, model.classes or 1
-        tree, most = c * (model.leaves - 1) * 4, c * max(1, self.leaves // 2)
+        tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, self.leaves // 2)
         start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
         return {
             "survey": (0, 2 * POINTS * features * self.bins + classes + 1),
@@ -325,7 +358,8 @@ class BoostedTrees(Algorithm):
             )
         if model.leaves < self.leaves:
             raise SettingError(
-                f"trees: leaves = {self.leaves}, but the model has room for {model.leaves}; use models.trees(leaves={self.leaves})"
+                f"trees: leaves = {self.leaves}, but the model has room for {model.leaves}; "
+                f"use models.trees(leaves={self.leaves})"
             )
         most = min(MOST_LEVELS, self.bins - 1, 52 if fed.dtype == torch.float64 else 23)
         if max(model.levels or (0,)) > most:
@@ -338,7 +372,11 @@ class BoostedTrees(Algorithm):
     def signs(self, fed: Federation, model: Trees) -> Tensor:
         """Return 1, -1 or 0 for each feature, as `monotone` says."""
         signs = torch.zeros(model.width, dtype=torch.float64)
-        names = [f"x{k}" for k in range(model.width)] if fed.table is None else fed.table.preprocessor.feature_names
+        names = (
+            [f"x{k}" for k in range(model.width)]
+            if fed.table is None
+            else fed.table.preprocessor.feature_names
+        )
         for word in self.monotone.replace(",", " ").split():
             name, sign = word[:-1], {"+": 1.0, "-": -1.0}.get(word[-1])
             if sign is None or name not in names:

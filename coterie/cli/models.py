@@ -93,7 +93,9 @@ def predict(
 
 def export(
     run: RunArgument,
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript or csv")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript, csv or lightgbm")
+    ],
     client: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="client whose model to export; the common model if not given"),
@@ -102,7 +104,7 @@ def export(
         Path | None, typer.Option(metavar="FILE", help="file to write; in the run's folder if not given")
     ] = None,
 ) -> None:
-    """Export a client's model with its preprocessing; csv is for linear models."""
+    """Export a client's model with its preprocessing; csv is for linear models, lightgbm for trees."""
     require_place(out)
     console.show(
         f"{f'Model of {client}' if client else 'Common model'} written to {write(run, client, to, out)}"

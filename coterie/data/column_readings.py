@@ -70,7 +70,8 @@ def read(
     Returns
     -------
     list of ColumnReading
-        One for each column. A copy of the target is used if nothing else is left.
+        One for each column. If nothing else is left, copies of the target and numbers that look like identifiers
+        are used, with a warning.
 
     Examples
     --------
@@ -91,13 +92,16 @@ def read(
         for name, one in found.items()
     ]
     if not any(one.used for one in readings):
-        readings = [
-            ColumnReading(one.column, _type(found[one.column])[0], True, one.format, one.why)
-            if one.kind == "target copy"
-            else one
-            for one in readings
-        ]
+        readings = [_last_resort(one, found[one.column]) for one in readings]
     return readings
+
+
+def _last_resort(one: ColumnReading, found: ColumnFacts) -> ColumnReading:
+    """Use a column that was left out for what it may be, where its values say anything about a new row."""
+    kind = _type(found)[0] if found.rows and found.kind != "unsupported" else ""
+    if one.kind == "target copy" or (one.kind == "identifier" and kind == "number"):
+        return ColumnReading(one.column, kind, True, one.format, f"{one.why}; no other column is left")
+    return one
 
 
 def _type(one: ColumnFacts) -> tuple[str, str, bool]:

@@ -24,6 +24,7 @@ _FACTOR = 1.0  # power of ten: times the usual spread, or as little
 _PROPORTION = math.log10(5)  # where mean and spread are larger alike, this is enough
 _ALIKE = math.log10(5)  # most clients have a spread within this factor of the median
 _MOST = 0.25  # share of the clients that can be odd; where more are, clients are just different
+_DEVIATIONS = 5.0  # times the median deviation of the clients' spreads
 _SHIFT = 20.0  # spreads between a client's mean and the usual one
 _OPPOSITE = 2.5  # standard errors below zero of a client's association with the target
 _SIGNAL = 0.05  # squares of the usual correlations with the target, at least
@@ -175,7 +176,11 @@ def _other_units(names: Sequence[str], column: str, sums: np.ndarray) -> list[Od
     smaller = ((ratio <= -_PROPORTION) & alike) | ((ratio <= -2) & (count >= 2 * FEWEST_ROWS))
     odd = enough & (larger | smaller | (away >= _SHIFT))
     if (sums[enough, 3] > 0).mean() > _MOST:  # heavy tails, of which a few rows say little
-        odd &= np.abs(ratio) >= 2 * _FACTOR
+        odd &= (np.abs(ratio) >= 2 * _FACTOR) & (count >= 5 * FEWEST_ROWS)
+    usually = float(
+        np.median(np.abs(ratio[enough]))
+    )  # where spreads differ among all, few rows or tails explain more
+    odd &= (np.abs(ratio) >= _DEVIATIONS * usually) | (away >= _SHIFT)
     usual_ones = np.abs(ratio[enough]) <= _ALIKE
     usual_ones &= np.abs(mean[enough] - centre) <= _SHIFT / 4 * sd
     if odd.sum() > max(1, _MOST * enough.sum()) or usual_ones.mean() < 1 - 1.5 * _MOST:

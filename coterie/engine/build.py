@@ -72,6 +72,7 @@ def from_arrays(
         Arguments of `Federation`.
     """
     codes, cluster_names = encode_clusters(clusters)
+    model = as_model(model)
     clients = Clients(
         [torch.as_tensor(x) for x in xs],
         [torch.as_tensor(y) for y in ys],
@@ -79,6 +80,7 @@ def from_arrays(
         codes,
         cluster_names,
         truth,
+        missing=model.encoding == "raw",
     )
     return from_clients(clients, model, **options)
 

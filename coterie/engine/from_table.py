@@ -13,6 +13,7 @@ from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
 from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
+from coterie.data.table_spec import TableSpec
 from coterie.engine.build import Parts, encode_clusters, from_rows
 from coterie.models.base import Model
 from coterie.models.table_models import as_model, table_model
@@ -83,7 +84,9 @@ def from_table(
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
-    preprocessor, trained = encoded(spec, local_statistics(frame[training.numpy()], spec), _model(model, spec.task, l2))
+    preprocessor, trained = encoded(
+        spec, local_statistics(frame[training.numpy()], spec), _model(model, spec.task, l2)
+    )
     clusters, cluster_names = None, None
     if cluster is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()
@@ -115,7 +118,7 @@ def from_table(
     )
 
 
-def encoded(spec: tables.TableSpec, statistics: Statistics, model: Model) -> tuple[Preprocessor, Model]:
+def encoded(spec: TableSpec, statistics: Statistics, model: Model) -> tuple[Preprocessor, Model]:
     """Return the encoding that a model takes, and the model with what the encoding says of categories."""
     preprocessor = Preprocessor.from_statistics(
         spec, statistics, encoding=model.encoding, target_in_units=model.target_in_units

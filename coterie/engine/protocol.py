@@ -21,9 +21,9 @@ from coterie.engine.state import State
 from coterie.models.metrics import Metric
 
 if TYPE_CHECKING:
-    from coterie.models.base import Model
     from coterie.engine.client import Client
     from coterie.engine.federation import Federation
+    from coterie.models.base import Model
 
 
 class FederatedAlgorithm(Protocol):

@@ -4,11 +4,11 @@ from coterie.models.base import Model, dot, norm
 from coterie.models.causal_lm import causal_lm
 from coterie.models.checks import replace_batchnorm
 from coterie.models.counts import negative_binomial, poisson
+from coterie.models.cumulative_logit import ordinal
 from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
-from coterie.models.ordinal import ordinal
 from coterie.models.trees import trees
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 

@@ -72,8 +72,8 @@ def compress(values: Tensor, weights: Tensor, size: int) -> tuple[Tensor, Tensor
 def cut_points(values: Tensor, weights: Tensor, count: int) -> Tensor:
     """Return increasing cut points [features, count] between the points of sketches [features, points].
 
-    If there is one for each value, they lie in the middle between neighbours. Else they split the weight evenly, and are
-    values themselves: what lies between two points of a sketch is not known. `NO_EDGE` fills up.
+    If there is one for each value, they lie in the middle between neighbours. Else they split the weight evenly, and
+    are values themselves: what lies between two points of a sketch is not known. `NO_EDGE` fills up.
     """
     edges = torch.full((len(values), count), NO_EDGE, dtype=values.dtype, device=values.device)
     for feature, (points, mass) in enumerate(zip(values, weights, strict=True)):

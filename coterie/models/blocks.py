@@ -15,7 +15,7 @@ def mean_and_noise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of all rows, and the size and the dimensions of the error that their choice brings.
 
-    Rows are dealt to blocks in turn. With g_b the gradient of block b, p_b its share of the weight and g their mean, the
+    Rows are dealt to blocks in turn. With g_b the gradient of block b, p_b its share of the weight and g the mean, the
     noise is B/(B - 1) sum_b p_b^2 |g_b - g|^2, whose expectation is the variance of g for equal blocks of independent
     rows. Errors of covariance C fill (tr C)^2 / tr C^2 dimensions, estimated from the products of two blocks' errors.
 

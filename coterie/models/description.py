@@ -10,9 +10,9 @@ from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
 from coterie.models.counts import NegativeBinomial, Poisson
+from coterie.models.cumulative_logit import Ordinal
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
-from coterie.models.ordinal import Ordinal
 from coterie.models.trees import restore as restore_trees
 from coterie.models.zoo import FACTORIES, restore
 

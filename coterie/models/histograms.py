@@ -17,7 +17,7 @@ def assign(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int) -> T
     bins
         Binned features, uint8 [rows, features].
     splits
-        Trees whose thresholds are bins, [trees, splits, 4].
+        Trees whose thresholds are bins, [trees, splits, 5].
     categorical
         Which features are categories, bool [features].
     missing

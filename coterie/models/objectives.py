@@ -108,4 +108,7 @@ OBJECTIVES = {
     "poisson": Objective("poisson", _poisson_loss, _poisson, _log, torch.exp),
     "tweedie": Objective("tweedie", _tweedie_loss, _tweedie, _log, torch.exp),
 }
-COUNTS = ("poisson", "tweedie")  # losses of quantities that are never negative, with the score on the log scale
+COUNTS = (
+    "poisson",
+    "tweedie",
+)  # losses of quantities that are never negative, with the score on the log scale

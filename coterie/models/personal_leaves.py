@@ -1,8 +1,9 @@
 """Personal values of leaves, shrunken to the shared ones, and the cross-fitted judgement of how strongly.
 
-A client differs from the others by `away`, which goes down the tree: at the root all of its rows decide, and at each node
-the node's rows correct what came from above. The root is pulled to 0 with `root`, every other node to the node above it
-with `deep`. So an effect that is the same everywhere is estimated from all rows of the client, and not in each leaf anew.
+A client differs from the others by `away`, which goes down the tree: at the root all of its rows decide, and at each
+node the node's rows correct what came from above. The root is pulled to 0 with `root`, every other node to the node
+above it with `deep`. So an effect that is the same everywhere is estimated from all rows of the client, and not in each
+leaf anew.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(splits: Tensor) -> Nodes:
-    """Return the nodes of trees [trees, L - 1, 4]."""
+    """Return the nodes of trees [trees, L - 1, 5]."""
     trees, count, _ = splits.shape
     parents = splits[..., PARENT].long().tolist()
     above = [[0] * (2 * count + 1) for _ in range(trees)]
@@ -156,7 +157,9 @@ def boost(
     weights = weight.view(*weight.shape[:-1], 1, rows, 1, 1)
     pair = torch.stack(step.objective.derivatives(scores, wide), -1) * weights
     fold = torch.arange(rows, device=leaf.device) % max(1, paths - 1)
-    out = fold == torch.arange(-1, paths - 1, device=leaf.device).unsqueeze(-1)  # [1 + K, B]; nobody on path 0
+    out = fold == torch.arange(-1, paths - 1, device=leaf.device).unsqueeze(
+        -1
+    )  # [1 + K, B]; nobody on path 0
     at = leaf.unsqueeze(-3) + size * out.unsqueeze(-1)
     seen, unseen = leaf_sums(pair, at, 2 * size).split(size, -2)
     grid = torch.tensor(PULLS if paths > 1 else (), device=leaf.device, dtype=torch.float64)

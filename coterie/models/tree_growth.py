@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, THRESHOLD, void
+from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, SHARE, THRESHOLD, void
 
 ORDERING = 10.0  # curvature added to each level of a category when levels are put in order
 
@@ -74,9 +74,9 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     Parameters
     ----------
     histograms
-        Sums of first and second derivatives, [nodes, features, bins, 2]; the last bin is for missing values. With a third
-        number, the sum of first derivatives with a random sign for each client, a split gains also by what it tells
-        of the differences between clients: the square of that sum is on average the sum of the clients' squares.
+        Sums of first and second derivatives, [nodes, features, bins, 2]; the last bin is for missing values. With a
+        third number, the sum of first derivatives with a random sign for each client, a split gains also by what it
+        tells of the differences between clients: the square of that sum is on average the sum of the clients' squares.
     low, high
         Bounds of the values in each node, [nodes].
     rules
@@ -143,7 +143,9 @@ class Growth:
         self.high = -self.low
         self.count = [1] * trees
         self.asked = torch.zeros(trees, 1, dtype=torch.long)  # leaves whose histograms are needed; -1: none
-        self.siblings: dict[tuple[int, int], tuple[int, Tensor]] = {}  # asked leaf -> sibling, parent's histogram
+        self.siblings: dict[
+            tuple[int, int], tuple[int, Tensor]
+        ] = {}  # asked leaf -> sibling, parent's histogram
 
     @property
     def growing(self) -> bool:
@@ -208,6 +210,7 @@ class Growth:
         split[THRESHOLD], split[MISSING] = best.threshold[k], best.missing[k]
         left, right = best.left[k, :2], total - best.left[k, :2]
         self.sums[tree, leaf], self.sums[tree, fresh] = left, right
+        split[SHARE] = right[1] / (left[1] + right[1])
         low, high = self.low[tree, leaf].clone(), self.high[tree, leaf].clone()
         self.low[tree, fresh], self.high[tree, fresh] = low, high
         sign = float(self.rules.signs[feature])
@@ -228,7 +231,7 @@ def bounds(splits: Tensor, values: Tensor, signs: Tensor) -> tuple[Tensor, Tenso
     Parameters
     ----------
     splits, values
-        Trees [trees, splits, 4] whose shared values [trees, leaves] are in order.
+        Trees [trees, splits, 5] whose shared values [trees, leaves] are in order.
     signs
         [features].
     """

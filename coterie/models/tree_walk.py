@@ -2,7 +2,8 @@
 
 A tree with L leaves is a list of L - 1 splits. Split s turns leaf `parent` into two: rows that go left stay in it, rows
 that go right form the new leaf s + 1. A row goes right if its value exceeds the threshold or, for a category, if its
-code is one of the bits of the threshold; a missing value goes right if `missing` is one. A split with parent -1 is void.
+code is one of the bits of the threshold; a missing value goes right if `missing` is one. `share` is the part of the
+training rows (of their curvature) in the parent that went right. A split with parent -1 is void.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 
 from coterie.models import fast
 
-PARENT, FEATURE, THRESHOLD, MISSING = range(4)
-COLUMNS = 4
+PARENT, FEATURE, THRESHOLD, MISSING, SHARE = range(5)
+COLUMNS = 5
 MOST_LEVELS = 48  # of a category: a set of codes is the bits of one number, which float64 holds exactly
 WALKED = 1 << 22  # rows times trees at once
 
 
 def void(*shape: int, like: Tensor) -> Tensor:
-    """Return splits [*shape, 4] that split nothing."""
+    """Return splits [*shape, 5] that split nothing."""
     splits = like.new_zeros((*shape, COLUMNS))
     splits[..., PARENT] = -1
     return splits
@@ -31,7 +32,7 @@ def children(splits: Tensor) -> Tensor:
     Parameters
     ----------
     splits
-        [trees, splits, 4].
+        [trees, splits, 5].
     """
     trees, count, _ = splits.shape
     child = torch.full((trees, count, 2), -1, dtype=torch.long, device=splits.device)
@@ -67,7 +68,7 @@ class Walk(nn.Module):
     Parameters
     ----------
     splits
-        [trees, splits, 4].
+        [trees, splits, 5].
     categorical
         Which features are categories, bool [features].
     """
@@ -113,8 +114,9 @@ class Walk(nn.Module):
             gone = torch.isnan(value)
             known = torch.where(gone, torch.zeros_like(value), value)
             bit = torch.floor(threshold * torch.exp2(-known.clamp(0, MOST_LEVELS))) % 2 > 0.5
-            right = torch.where(self.categorical[feature], bit, known > threshold)
-            right = torch.where(gone, self.missing[at], right)
+            kind = self.categorical[feature]
+            right = (kind & bit) | (~kind & (known > threshold))
+            right = (gone & self.missing[at]) | (~gone & right)
             node = torch.where(node >= 0, self.child[2 * at + right.long()], node)
         return -1 - node
 
@@ -125,7 +127,7 @@ def leaves(splits: Tensor, categorical: Tensor, x: Tensor) -> Tensor:
     Parameters
     ----------
     splits
-        [trees, splits, 4].
+        [trees, splits, 5].
     categorical
         Which features are categories, bool [features].
     x

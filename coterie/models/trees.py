@@ -1,8 +1,8 @@
 """Boosted trees as a model: one flat vector holds the splits of all trees and the values of their leaves.
 
-The vector is base [C], splits [T, C, L - 1, 4] and values [T, C, L] for T rounds of C trees (one per score) with L leaves.
-Splits are the "body", base and values the "head". Given the splits, a score is linear in the head: the sum of the
-base and one value of each tree.
+The vector is base [C], splits [T, C, L - 1, 5] and values [T, C, L] for T rounds of C trees (one per score) with L
+leaves. Splits are the "body", base and values the "head". Given the splits, a score is linear in the head: the sum of
+the base and one value of each tree.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Trees(Model):
         return torch.tensor([count > 0 for count in self.levels or [0] * self.width])
 
     def parts(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return base [..., C], splits [..., T, C, L - 1, 4] and values [..., T, C, L], as views of w [..., d]."""
+        """Return base [..., C], splits [..., T, C, L - 1, 5] and values [..., T, C, L], as views of w [..., d]."""
         c, t, size = self.outputs, self.trees, self.leaves
         cut = c + t * c * (size - 1) * COLUMNS
         splits = w[..., c:cut].unflatten(-1, (t, c, size - 1, COLUMNS))
@@ -147,7 +147,12 @@ class Trees(Model):
     def leaf_numbers(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the leaf of each row in each tree in use, int64 [..., B, t * C], for w [..., d]."""
         _, splits, values = self.parts(w)
-        used = ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1)).any(-1).reshape(-1, self.trees).any(0)
+        used = (
+            ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1))
+            .any(-1)
+            .reshape(-1, self.trees)
+            .any(0)
+        )
         count = int(used.nonzero()[-1]) + 1 if bool(used.any()) else 0
         if not count:
             return torch.zeros(*x.shape[:-1], 0, dtype=torch.long, device=x.device)
@@ -191,7 +196,7 @@ class Trees(Model):
         return dot(self.loss_of.loss(self.margins(w, x), y), weight)
 
     def grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient in base and values; it is zero in the splits."""
+        """Return the gradient in base and values of trees in use; it is zero in the splits."""
         found = self.leaf_numbers(w, x)
         first, _ = self.loss_of.derivatives(self.margins(w, x, found), y)
         return self._spread(w, found, first * weight.unsqueeze(-1))
@@ -200,9 +205,12 @@ class Trees(Model):
         found = self.leaf_numbers(w, x)
         base, _, values = self.parts(v)
         change = base.unsqueeze(-2) + self._sums(values, found)
-        _, bent = torch.func.jvp(
-            lambda scores: self.loss_of.derivatives(scores, y)[0], (self.margins(w, x, found),), (change,)
-        )
+        margins = self.margins(w, x, found)
+        if self.outputs > 1:
+            likely = torch.softmax(margins, -1)
+            bent = likely * (change - (likely * change).sum(-1, keepdim=True))
+        else:
+            bent = self.loss_of.derivatives(margins, y)[1] * change
         return self._spread(w, found, bent * weight.unsqueeze(-1))
 
     def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
@@ -229,7 +237,8 @@ class Trees(Model):
         trees = values.flatten(-3, -2)[..., : found.shape[-1], :]
         if not found.shape[-1]:
             return values.new_zeros(*found.shape[:-1], self.outputs)
-        return trees.gather(-1, found.mT).unflatten(-2, (-1, self.outputs)).sum(-3).mT
+        picked: Tensor = trees.gather(-1, found.mT).unflatten(-2, (-1, self.outputs))
+        return picked.sum(-3).mT
 
     def _spread(self, w: Tensor, found: Tensor, per_row: Tensor) -> Tensor:
         """Return a vector [..., d] with the sums over rows of per_row [..., B, C] in base and leaves."""

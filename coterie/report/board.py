@@ -12,7 +12,7 @@ from coterie._core.errors import RunError
 from coterie.models.metrics import find
 from coterie.report import fairness, quality, quality_panels
 from coterie.report.facts import RunFacts
-from coterie.report.gains import Scores, mean_gain
+from coterie.report.gains import Scores
 from coterie.report.held_out import HeldOut, held_out
 from coterie.report.importance import Coefficients, read_coefficients
 from coterie.report.numbers import digits, show, show_gain
@@ -134,11 +134,13 @@ def tiles(main: RunFacts, alone: RunFacts | None, scores: Scores, shown: Quality
     if one is not None and one.task == "regression":
         value = one.value("r2")
         found.append(Tile("Variance explained (R²)", show("r2", value), "over all rows"))
-    gain = mean_gain(scores.gain)
-    if gain is not None and alone is not None and alone is not main:
+    if scores.verdict is not None and alone is not None and alone is not main:
+        gain, metric = scores.verdict.by_rows, scores.verdict.metric.name
         sure = ""
         if gain.low is not None and gain.high is not None:
-            ends = (show_gain(main.metric, end, unit=False) for end in (gain.low, gain.high))
+            ends = (show_gain(metric, end, unit=False) for end in (gain.low, gain.high))
             sure = f"95 % interval {' to '.join(ends)}"
-        found.append(Tile("Gain over training alone", show_gain(main.metric, gain.mean), sure))
+        found.append(
+            Tile(f"Gain in {scores.verdict.title} over training alone", show_gain(metric, gain.value), sure)
+        )
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from coterie._core import broadcast, files
+from coterie._core import broadcast, files, manifest
 from coterie._core.errors import RunError
 from coterie.engine.ledger import Ledger
 from coterie.models.metrics import LOSS, TASKS, lookup, main_metric
@@ -203,18 +203,24 @@ class RunFacts:
     @functools.cached_property
     def weights(self) -> np.ndarray | None:
         """Last recorded matrix of weights between clients [n, n], if the method has one."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         path = self.folder / "traces.safetensors"
         if not path.exists():
             return None
         n = len(self.names)
-        with safe_open(path, framework="np") as stream:
-            square = [k for k in stream.keys() if stream.get_slice(k).get_shape() == [n, n]]
-            if not square:
-                return None
-            last = max(square, key=lambda name: ("weight" in name, int(name.rpartition(".")[2])))
-            return np.asarray(stream.get_tensor(last), dtype=float)
+        manifest.check(path)
+        try:
+            with safe_open(path, framework="np") as stream:
+                square = [k for k in stream.keys() if stream.get_slice(k).get_shape() == [n, n]]
+                if not square:
+                    return None
+                last = max(square, key=lambda name: ("weight" in name, int(name.rpartition(".")[2])))
+                return np.asarray(stream.get_tensor(last), dtype=float)
+        except (SafetensorError, ValueError, OSError) as problem:
+            raise RunError(
+                f"{path} is damaged ({problem}). Restore it from a copy, or train again."
+            ) from None
 
     @functools.cached_property
     def personal(self) -> np.ndarray | None:
@@ -282,7 +288,7 @@ def _comparison(path: Path) -> list[RunFacts]:
         )
     seeds = scores["seed"].n_unique()
     means = scores.group_by("algorithm", "client").agg(pl.col(metric).mean())
-    rows = pl.read_parquet(path / "rows.parquet") if (path / "rows.parquet").exists() else None
+    rows = files.read_parquet(path / "rows.parquet") if (path / "rows.parquet").exists() else None
     runs = []
     for row in files.read_json(path / "compare.json")["rows"]:
         run = _run(path / row["algorithm"])
@@ -348,7 +354,7 @@ def _read(folder: RunFolder) -> RunFacts:
         metric=metric,
         split="",
         scores=np.empty(0),
-        test_rows=_test_rows(pl.read_parquet(path / TEST_ROWS)) if (path / TEST_ROWS).exists() else None,
+        test_rows=_test_rows(files.read_parquet(path / TEST_ROWS)) if (path / TEST_ROWS).exists() else None,
     )
     run = _by_metric(found, metric)
     if run is None:

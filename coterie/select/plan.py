@@ -177,7 +177,7 @@ def plan(
         raise SettingError(f"plan: no rate to a target for solver {solver!r}; choose {', '.join(PLANNED)}")
     if not fed.model.convex:
         raise SettingError(
-            f"plan: {type(fed.model).__name__} has no certificates: they need a convex loss, and a mixture of "
+            f"plan: {type(fed.model).__name__} has no certificates: they need a convex loss, and a mixture of two "
             "networks may be worse than both. Train for a number of rounds and look at validation rows."
         )
     if not target > 0:
@@ -213,7 +213,7 @@ def plan(
     )
 
 
-def _chance(solver: str, mixture: Mixture) -> dict[str, float]:
+def _chance(solver: str, mixture: Mixture) -> dict[str, Any]:
     return {"chance": flix_steps.scaffnew_chance(mixture)} if solver == "scaffnew" else {}
 
 

@@ -149,7 +149,7 @@ def chosen(tree: Tree, nodes: Tensor, losses: Tensor, fine: Tensor) -> Tensor:
     """Return the clusters that held-out rows choose among the nodes of a tree.
 
     From the leaves up, two halves become one cluster unless the rows of both together, or of one of them, speak clearly
-    against it: what members lose by it, fold by fold, is more than 2.25 standard errors above zero (1.5 for two clients,
+    against it: what members lose by it, fold by fold, is more than 2.25 standard errors above zero (1.5 for two,
     1.75 for three, 2 for four). Chance alone then splits few clusters, and clusters that differ lose in every fold.
     Halves are asked one by one too, so that many do not outvote one.
 

@@ -100,7 +100,7 @@ def quantiles(scores: list[Tensor], level: float) -> tuple[Tensor, Tensor, float
     >>> from coterie.theory.conformal import quantiles
     >>> bounds, own, new = quantiles([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0])], 0.5)
     >>> bounds.tolist(), own.tolist(), new
-    ([2.0, 5.0], [True, True], 3.0)
+    ([2.0, 5.0], [True, True], 5.0)
     """
     new = new_client_quantile(scores, level)
     each = torch.tensor([own_quantile(one, level) for one in scores], dtype=torch.float64)

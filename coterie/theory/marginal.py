@@ -34,6 +34,17 @@ class Rows:
     derivatives
         From scores [..., S, B] (or with a further axis for points, [..., K, S, B]) to the losses of the rows [..., B]
         and their first [..., S, B] and second [..., S, S, B] derivatives.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.marginal import Rows
+    >>> def squared(scores):  # half squared errors of one target, 2
+    ...     return (scores - 2).square().sum(-2) / 2, scores - 2, torch.ones_like(scores).unsqueeze(-3)
+    >>> rows = Rows(torch.ones(1, 1, 1).double(), torch.ones(1).double(), squared)
+    >>> loss, first, second = rows.derivatives(torch.zeros(1, 1))
+    >>> loss.tolist(), first.tolist(), second.tolist()
+    ([2.0], [[-2.0]], [[[1.0]]])
     """
 
     design: Tensor
@@ -126,6 +137,14 @@ class Mode:
         t = w + L u, [..., d].
     root
         C with C C' the inverse of the second derivative in u, [..., q, q].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.marginal import Mode
+    >>> mode = Mode(effects=torch.tensor([1.0]), model=torch.tensor([3.0]), root=torch.tensor([[0.5]]))
+    >>> (mode.root @ mode.root.mT).item()  # variance of the effect
+    0.25
     """
 
     effects: Tensor
@@ -145,6 +164,16 @@ class Marginal:
         [..., d + p].
     hessian
         [..., d + p, d + p].
+
+    Examples
+    --------
+    Parts of clients add up.
+
+    >>> import torch
+    >>> from coterie.theory.marginal import Marginal
+    >>> parts = Marginal(torch.tensor([[-1.0], [-2.0]]), torch.ones(2, 2), -torch.eye(2).expand(2, 2, 2))
+    >>> parts.value.sum().item(), parts.gradient.sum(0).tolist(), parts.hessian.sum(0).diagonal().tolist()
+    (-3.0, [2.0, 2.0], [-2.0, -2.0])
     """
 
     value: Tensor
@@ -170,6 +199,19 @@ def find_mode(rows: Rows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode
     -------
     Mode
         The mode.
+
+    Examples
+    --------
+    With one row at 2 and w = 0, L = 1, the mode of (u - 2)^2 / 2 + u^2 / 2 is 1, with second derivative 2.
+
+    >>> import torch
+    >>> from coterie.theory.marginal import Rows, find_mode
+    >>> def squared(scores):  # half squared errors of one target, 2
+    ...     return (scores - 2).square().sum(-2) / 2, scores - 2, torch.ones_like(scores).unsqueeze(-3)
+    >>> one, none = torch.ones(1, 1).double(), torch.zeros(1).double()
+    >>> mode = find_mode(Rows(one.unsqueeze(0), one[0], squared), none, one, none)
+    >>> round(mode.effects.item(), 6), round(mode.root.item() ** -2, 6)
+    (1.0, 2.0)
     """
     base = times(rows.design, centre.unsqueeze(-2))
     lever = rows.design @ factor.unsqueeze(-3)
@@ -238,6 +280,22 @@ def marginal(
     -------
     Marginal
         Value, gradient and Hessian.
+
+    Examples
+    --------
+    With one row at 2 and w = 0, psi = 1 the row is normal with variance 2: the value is -log(2) / 2 - 1.
+
+    >>> import torch
+    >>> from coterie.theory.marginal import Rows, Structure, find_mode, marginal
+    >>> from coterie.theory.quadrature import rule
+    >>> def squared(scores):  # half squared errors of one target, 2
+    ...     return (scores - 2).square().sum(-2) / 2, scores - 2, torch.ones_like(scores).unsqueeze(-3)
+    >>> one, none = torch.ones(1).double(), torch.zeros(1).double()
+    >>> rows, structure = Rows(one.view(1, 1, 1), one, squared), Structure.of(torch.tensor([0]))
+    >>> mode = find_mode(rows, none, structure.factor(one), none)
+    >>> found = marginal(rows, structure, mode, none, one, rule(1))
+    >>> round(found.value.item(), 6), [round(slope, 6) for slope in found.gradient.tolist()]
+    (-1.346574, [1.0, 0.5])
     """
     points = mode.effects.unsqueeze(-2) + rule.points @ mode.root.mT  # [..., K, q]
     lever = rows.design @ structure.factor(psi).unsqueeze(-3)

@@ -36,6 +36,16 @@ class Robust:
         Degrees of freedom.
     deviance
         -2 log likelihood.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.robust import Robust
+    >>> from coterie.theory.variance_components import Components
+    >>> variances = Components(noise=1.0, within=torch.ones(1, 1), between=torch.zeros(1))
+    >>> found = Robust(variances, trust=torch.tensor([[1.1], [0.9], [0.0]]), nu=2.0, deviance=31.4)
+    >>> (found.trust < 0.05).squeeze(-1).tolist()  # strangers
+    [False, False, True]
     """
 
     components: Components
@@ -85,7 +95,32 @@ def distances(sums: Sums, found: Components) -> Tensor:
 
 
 def looks_heavy(sums: Sums, found: Components) -> bool:
-    """Return True if some client is further away than normal tails make likely."""
+    """Return True if some client is further away than normal tails make likely.
+
+    Parameters
+    ----------
+    sums
+        Sums of the clients.
+    found
+        The variances.
+
+    Returns
+    -------
+    bool
+        Whether the largest of `distances` has a chance below 1 in 10,000, over all clients.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.robust import looks_heavy
+    >>> from coterie.theory.variance_components import Components, Sums
+    >>> variances = Components(1.0, torch.ones(1, 1), torch.zeros(1))
+    >>> def heavy(*values):
+    ...     ys = [torch.tensor([value]) for value in values]
+    ...     return looks_heavy(Sums.of([torch.ones(1, 1)] * 3, ys, torch.zeros(3, dtype=torch.long)), variances)
+    >>> heavy(0.0, 0.0, 6.0), heavy(0.0, 0.0, 60.0)
+    (False, True)
+    """
     from scipy.stats import chi2
 
     rows = sums.rows.squeeze(-1).clamp(min=1)
@@ -169,6 +204,20 @@ def without_strangers(sums: Sums, groups: Tensor, start: Components, *, restrict
     -------
     Robust
         Variances, weights and degrees of freedom (infinite if the others are normal).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.mixed_likelihood import maximum_likelihood
+    >>> from coterie.theory.robust import without_strangers
+    >>> from coterie.theory.variance_components import Sums, pattern
+    >>> draw = torch.Generator().manual_seed(0)
+    >>> ys = [torch.randn(1, generator=draw) + torch.randn(8, generator=draw) for _ in range(12)]
+    >>> ys[3] = 1000 * ys[3]
+    >>> sums = Sums.of([torch.ones(8, 1)] * 12, ys, torch.zeros(12, dtype=torch.long))
+    >>> found = without_strangers(sums, pattern("same", 1), maximum_likelihood(sums, "same"))
+    >>> found.nu, (found.trust == 0).nonzero()[:, 0].tolist()
+    (inf, [3])
     """
     found = heavy_tails(sums, groups, start, restricted=restricted)
     strange = found.trust < STRANGE

@@ -25,6 +25,14 @@ class Effects:
         Posterior standard deviations, [n, d].
     shrinkage
         Share of each coefficient that comes from the centre rather than from the client's rows, [n, d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.uncertainty import Effects
+    >>> found = Effects(torch.tensor([[3.0]]), torch.tensor([[0.5]]), torch.tensor([[0.25]]))
+    >>> (found.estimate - 2 * found.error).item(), (found.estimate + 2 * found.error).item()
+    (2.0, 4.0)
     """
 
     estimate: Tensor
@@ -41,8 +49,10 @@ def client_effects(
 
     Parameters
     ----------
-    a, b
-        Second derivatives A [n, d, d] and b [n, d] of the clients' losses 1/2 t'At - b't, noise divided out.
+    a
+        A of the clients' losses 1/2 t'At - b't, noise divided out, [n, d, d].
+    b
+        b of these losses, [n, d].
     centre
         Centre of each client's cluster, [n, d].
     spread
@@ -90,7 +100,36 @@ def client_effects(
 
 
 def doubt_of_variances(model: Likelihood, point: Tensor) -> Tensor:
-    """Return the covariance of the logarithms of the clients' variances at the best point, [p, p]."""
+    """Return the covariance of the logarithms of the clients' variances at the best point.
+
+    Parameters
+    ----------
+    model
+        The likelihood.
+    point
+        Its best point.
+
+    Returns
+    -------
+    Tensor
+        The inverse of the observed information, [p, p]; zero for variances that are estimated as zero.
+
+    Examples
+    --------
+    Of a variance seen through n clients with many rows, the logarithm has a variance of about 2 / n.
+
+    >>> import torch
+    >>> from coterie.theory.mixed_likelihood import Likelihood
+    >>> from coterie.theory.uncertainty import doubt_of_variances
+    >>> from coterie.theory.variance_components import Sums, pattern
+    >>> draw = torch.Generator().manual_seed(0)
+    >>> ys = [torch.randn(1, generator=draw) + torch.randn(100, generator=draw) for _ in range(25)]
+    >>> sums = Sums.of([torch.ones(100, 1)] * 25, ys, torch.zeros(25, dtype=torch.long))
+    >>> model = Likelihood(sums, pattern("same", 1))
+    >>> point, _ = model.fit(model.start())
+    >>> round(doubt_of_variances(model, point).item(), 2)
+    0.08
+    """
     free = [
         k
         for k in range(len(point))
@@ -225,6 +264,21 @@ def difference_tests(model: Likelihood, point: Tensor, best: float) -> dict[str,
     -------
     dict of float
         p-values by name.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.mixed_likelihood import Likelihood
+    >>> from coterie.theory.uncertainty import difference_tests
+    >>> from coterie.theory.variance_components import Sums, pattern
+    >>> def chance(spread):
+    ...     draw = torch.Generator().manual_seed(0)
+    ...     ys = [spread * torch.randn(1, generator=draw) + torch.randn(4, generator=draw) for _ in range(25)]
+    ...     sums = Sums.of([torch.ones(4, 1)] * 25, ys, torch.zeros(25, dtype=torch.long))
+    ...     model = Likelihood(sums, pattern("same", 1))
+    ...     return difference_tests(model, *model.fit(model.start()))["clients differ"]
+    >>> chance(2.0) < 0.001, chance(0.0) > 0.05
+    (True, True)
     """
     first, last = model.noises, len(point) - model.variances
     parts = {"clients differ": range(first, last)}
@@ -239,6 +293,34 @@ def difference_tests(model: Likelihood, point: Tensor, best: float) -> dict[str,
 
 
 def least_squares_doubt(sums: Sums, groups: Tensor, near: Components) -> tuple[Likelihood, Tensor, float]:
-    """Return the likelihood of least squares with its best point and deviance, searched near known variances."""
+    """Return the likelihood of least squares with its best point and deviance, searched near known variances.
+
+    Parameters
+    ----------
+    sums
+        Sums of the clients.
+    groups
+        Which variance each coordinate has, from `pattern`.
+    near
+        Variances from which the search starts.
+
+    Returns
+    -------
+    tuple of Likelihood, Tensor and float
+        The likelihood, its best point and the deviance there.
+
+    Examples
+    --------
+    >>> from coterie.data import generate
+    >>> from coterie.theory.mixed_likelihood import maximum_likelihood
+    >>> from coterie.theory.uncertainty import least_squares_doubt
+    >>> from coterie.theory.variance_components import Sums, pattern
+    >>> data = generate.hierarchical_linear(clusters=5, clients=5, features=2, rows=9)
+    >>> sums = Sums.of(data.xs, data.ys, data.clusters)
+    >>> near = maximum_likelihood(sums, "same")
+    >>> model, point, best = least_squares_doubt(sums, pattern("same", 2), near)
+    >>> abs(model.components(point).noise / near.noise - 1) < 0.01
+    True
+    """
     model = Likelihood(sums, groups)
     return model, *model.fit(model.start(near))

@@ -250,7 +250,30 @@ def moments(
 
 
 def residual(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
-    """Return the residual sum of squares of the least-squares fit, [...]."""
+    """Return the residual sum of squares of the least-squares fit.
+
+    Parameters
+    ----------
+    xx
+        X'X, [..., d, d].
+    xy
+        X'y, [..., d].
+    yy
+        y'y, [..., 1].
+
+    Returns
+    -------
+    Tensor
+        [...].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.variance_components import residual
+    >>> x, y = torch.ones(3, 1), torch.tensor([1.0, 2.0, 6.0])  # the fit is the mean, 3
+    >>> round(residual(x.mT @ x, x.mT @ y, (y @ y).reshape(1)).item(), 4)
+    14.0
+    """
     return (yy.squeeze(-1) - (xy * pseudo_solve(xx, xy)).sum(-1)).clamp(min=0.0)
 
 

@@ -41,6 +41,14 @@ class Evidence:
         Number of distinct rows.
     pooled_freedom
         Degrees of freedom with which the variance over all clients is known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from coterie.theory.verdicts import Evidence
+    >>> found = Evidence.of_rows(np.array([1.0, 3.0, 5.0, 7.0]), np.array([0, 0, 2, 2]), clients=3)
+    >>> found.difference, found.variance, found.pooled_freedom
+    (array([ 2., nan,  6.]), array([ 1., nan,  1.]), 2)
     """
 
     difference: np.ndarray
@@ -116,7 +124,21 @@ def _common_variance(mean: np.ndarray, squares: np.ndarray, rows: np.ndarray) ->
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean difference over clients with its 95 % interval; None where nothing tells how far it may be off."""
+    """A mean difference over clients with its 95 % interval.
+
+    Parameters
+    ----------
+    value
+        The mean.
+    low, high
+        Ends of the interval; None where nothing tells how far the mean may be off.
+
+    Examples
+    --------
+    >>> from coterie.theory.verdicts import Mean
+    >>> Mean(0.3, 0.1, 0.5).sign, Mean(0.3, -0.1, 0.7).sign, Mean(0.3, None, None).sign
+    (1, 0, 0)
+    """
 
     value: float
     low: float | None
@@ -149,6 +171,18 @@ class Verdicts:
         Mean difference of these clients, each row or each client counting alike.
     spread
         Posterior mean of the standard deviation of true differences between clients.
+
+    Examples
+    --------
+    Three clients gain alike, the last of them with few rows.
+
+    >>> import numpy as np
+    >>> from coterie.theory.verdicts import Evidence, judge
+    >>> client = np.repeat([0, 1, 2], [40, 40, 5])
+    >>> gains = 2 + np.random.default_rng(0).normal(size=len(client))
+    >>> found = judge(Evidence.of_rows(gains, client, 3))
+    >>> found.called.tolist(), found.clear.tolist(), found.by_clients.sign
+    ([1, 1, 1], [1, 1, 0], 1)
     """
 
     evidence: Evidence

@@ -13,11 +13,18 @@ from torch import Tensor
 from coterie._core import files
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
+from coterie.train.export_lightgbm import to_lightgbm
 from coterie.train.export_onnx import to_onnx
 from coterie.train.export_torchscript import to_torchscript
 from coterie.train.exported_model import ExportedModel
 
-SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torchscript": ".pt", "csv": ".csv"}
+SUFFIXES = {
+    "safetensors": ".safetensors",
+    "onnx": ".onnx",
+    "torchscript": ".pt",
+    "csv": ".csv",
+    "lightgbm": ".txt",
+}
 
 
 def export(
@@ -38,7 +45,7 @@ def export(
     client
         Name of the client; None exports the common model.
     to
-        'safetensors', 'onnx', 'torchscript' or 'csv' (coefficients of linear models).
+        'safetensors', 'onnx', 'torchscript', 'csv' (coefficients of linear models) or 'lightgbm' (trees).
     out
         File to write; by default in the folder `exports` of the run.
     model
@@ -78,6 +85,8 @@ def write_model(one: ExportedModel, to: str, out: str | Path | None, beside: Pat
         _to_csv(one, path)
     elif to == "onnx":
         to_onnx(one, path)
+    elif to == "lightgbm":
+        to_lightgbm(one, path)
     else:
         to_torchscript(one, path)
     return path

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._core import files
+from coterie.data.preprocess import RAW
 
 if TYPE_CHECKING:
     from coterie.train.exported_model import ExportedModel
@@ -28,6 +29,9 @@ class FromColumns(nn.Module):
         self.predict = predict
         # TorchScript takes the type of an empty list from its annotation, and of nothing else.
         attribute: Any = torch.jit.Attribute
+        self.raw = preprocessor.encoding == RAW
+        codes = [preprocessor.as_codes(choice) for choice in preprocessor.choices]
+        self.as_codes = attribute(codes, list[bool])
         self.number_columns = attribute([scale.name for scale in preprocessor.scales], list[str])
         self.means = attribute([scale.mean for scale in preprocessor.scales], list[float])
         self.sds = attribute([scale.sd for scale in preprocessor.scales], list[float])
@@ -53,6 +57,9 @@ class FromColumns(nn.Module):
         parts: list[Tensor] = []
         for k, name in enumerate(self.number_columns):
             values = numbers[name].to(torch.float64).reshape(-1, 1)
+            if self.raw:
+                parts.append(values)
+                continue
             gap = torch.isnan(values)
             if self.sds[k] != 0.0:
                 scaled = (values - self.means[k]) / self.sds[k]
@@ -63,6 +70,14 @@ class FromColumns(nn.Module):
                 parts.append(gap.to(torch.float64))
         for k, name in enumerate(self.text_columns):
             column = texts[name]
+            if self.as_codes[k]:
+                codes = torch.full((len(column), 1), float("nan"), dtype=torch.float64)
+                for row, text in enumerate(column):
+                    known = self.levels[k].get(text, -1)
+                    if text != "" and known >= 0:
+                        codes[row, 0] = float(known)
+                parts.append(codes)
+                continue
             spread = torch.zeros(len(column), self.widths[k], dtype=torch.float64)
             for row, text in enumerate(column):
                 at = self.levels[k].get(text, self.others[k])

@@ -77,7 +77,7 @@ def test_scaffnew_reaches_the_minimum_in_fewer_rounds_than_gradient_descent():
     assert gap["scaffnew"] < 0.01 * gap["dgd"]
 
 
-def test_the_number_of_local_steps_is_geometric():
+def test_scaffnew_communicates_once_in_the_root_of_kappa_steps():
     mixture = Mixture.equal(1.0, torch.tensor([16.0]), torch.tensor([1.0]))
     assert flix_steps.scaffnew_chance(mixture) == 0.25
     assert flix_rates.scaffnew_rate(mixture) == 1 - 1 / 16

@@ -92,7 +92,7 @@ def test_the_reference_is_the_published_one():
 )
 def test_common_points_reach_the_error_of_true_clusters(rule):
     """Within 20 % of the true-cluster error with either threshold."""
-    assert stationary(make("pfl-tc", **ONE_GRADIENT, **SETTINGS, **rule)) < 1.2 * 0.0054
+    assert stationary(make("pfl-tc", **{**ONE_GRADIENT, **SETTINGS}, **rule)) < 1.2 * 0.0054
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_at_own_points_clusters_merge_near_the_optimum():
 
 def test_momentum_noise():
     """Variance sigma^2 in the first round, alpha/(2 - alpha) sigma^2 later."""
-    algorithm = make("pfl-tc", **ONE_GRADIENT, **{**SETTINGS, "lr": 1e-12}, at="own", rule="size")
+    algorithm = make("pfl-tc", **{**{**ONE_GRADIENT, **SETTINGS}, "lr": 1e-12}, at="own", rule="size")
     fed, optimum = quadratics()
     state, first, later = algorithm.start(fed), None, []
     for t in range(1, 121):
@@ -141,7 +141,7 @@ HONEST = [k for k in range(K * N) if k not in LIARS]
 def test_liars_cost_no_more_than_their_price(attack):
     """One liar in nine: the honest are off by at most (b/h) tau beside their own noise, 9/8 of the usual."""
     byzantine = dict.fromkeys(LIARS, attack)
-    algorithm = make("pfl-tc", **ONE_GRADIENT, **SETTINGS, rule="fixed", tau=3.0, spare=1)
+    algorithm = make("pfl-tc", **{**ONE_GRADIENT, **SETTINGS}, rule="fixed", tau=3.0, spare=1)
     error = stationary(algorithm, rounds=160, skip=100, honest=HONEST, byzantine=byzantine)
     price = byzantine_price(3.0, 8, 1)
     assert error**0.5 <= price + 0.1
@@ -151,7 +151,7 @@ def test_liars_cost_no_more_than_their_price(attack):
 
 def test_liars_that_collude_far_away_take_a_centre_unless_one_is_spare():
     """Four equal lies are a group like any other: without a spare centre two honest clusters must share one."""
-    algorithm = make("pfl-tc", **ONE_GRADIENT, **SETTINGS, rule="fixed", tau=3.0)
+    algorithm = make("pfl-tc", **{**ONE_GRADIENT, **SETTINGS}, rule="fixed", tau=3.0)
     byzantine = dict.fromkeys(LIARS, "shift:3")
     assert stationary(algorithm, rounds=120, skip=100, honest=HONEST, byzantine=byzantine) > 1
 
@@ -178,5 +178,5 @@ def test_a_client_that_answers_nan_is_left_out_and_said_so():
     from coterie import fit
 
     fed, _ = quadratics(byzantine={0: "nan"})
-    run = fit(fed, make("pfl-tc", **ONE_GRADIENT, **SETTINGS), rounds=3)
+    run = fit(fed, make("pfl-tc", **{**ONE_GRADIENT, **SETTINGS}), rounds=3)
     assert {name for _, name, _ in run.left_out} == {"0"} and torch.isfinite(run.personal).all()

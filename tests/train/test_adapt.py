@@ -171,8 +171,9 @@ def test_the_others_stay_as_they_were(trained: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
 def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
     table = clinics(6, 30, seed=1)
-    fed = coterie.Federation.from_table(table, "clinic", "y", cluster="kind")
-    coterie.fit(fed, make(name), rounds=3, out=tmp_path / "run")
+    method = make(name)
+    fed = coterie.Federation.from_table(table, "clinic", "y", cluster="kind", model=method.own_model(3))
+    coterie.fit(fed, method, rounds=3, out=tmp_path / "run")
     found = adapt(tmp_path / "run", clinics(2, 12, seed=2, first=6))
     assert torch.isfinite(found.models).all() and found.models.shape == (2, fed.d)
     assert len(found.how) == 2 and found.frame().height == 2

@@ -8,6 +8,8 @@ from torch import Tensor
 from coterie._core import threads
 from coterie._core.native import trees as native
 
+COLUMNS = 4  # of a split, in the C code
+
 
 def supports(bins: Tensor) -> bool:
     """Return True if the C code is there and the rows are in this machine's memory."""
@@ -16,7 +18,7 @@ def supports(bins: Tensor) -> bool:
 
 def leaves(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int) -> Tensor:
     """Return the leaf of each row in each tree, int32 [rows, trees]."""
-    splits = splits.double().contiguous()
+    splits = splits[..., :COLUMNS].double().contiguous()
     if splits.shape[1] > native.MOST_SPLITS:
         raise ValueError(f"a tree may have {native.MOST_SPLITS + 1} leaves")
     if bool((splits[..., 1] >= bins.shape[1]).any()) or bool((splits[..., 1] < 0).any()):

@@ -107,7 +107,7 @@ def ordinal(
     >>> import torch, coterie
     >>> x, y = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([0, 1, 2])
     >>> model = coterie.models.ordinal().fit_to(x, y)
-    >>> model.d, model.module(torch.zeros(3))(x).sum(-1)
-    (3, tensor([1., 1., 1.]))
+    >>> model.d, model.module(torch.zeros(3))(x).sum(-1).tolist()
+    (3, [1.0, 1.0, 1.0])
     """
     return Ordinal(l2, intercept, reduction, classes=classes)
