@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
@@ -17,7 +17,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models.base import Model
 
-Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal"]
+Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
 Reveals = dict[str, Disclosure]
 DISCLOSURES: dict[Disclosure, str] = {
     "nothing": "sends nothing",
@@ -25,6 +25,7 @@ DISCLOSURES: dict[Disclosure, str] = {
     "gradient": "sends a gradient (or Hessian) at a point that the server names",
     "model": "sends a shared model after training it on its rows",
     "personal": "sends its personal model, or steps from which the server can follow it",
+    "values": "sends values of single rows, or sums over so few rows that they can be told apart",
 }
 
 
@@ -125,7 +126,10 @@ class Algorithm:
 
     name: ClassVar[str] = ""
     reveals: ClassVar[Reveals] = {}
+    optional: ClassVar[frozenset[str]] = frozenset()  # phases that some settings or commands do without
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
+    starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
+    stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

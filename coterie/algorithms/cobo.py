@@ -123,7 +123,14 @@ class CoBo(Algorithm):
     )
     neighbours: int = setting(20, "candidates of each client if there are more than 300", low=1)
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
-    reveals: ClassVar[Reveals] = {"curvature": "aggregate", "agree": "gradient", "slope": "personal"}
+    reveals: ClassVar[Reveals] = {
+        "curvature": "aggregate",
+        "probe": "gradient",
+        "agree": "gradient",
+        "agree_with_noise": "gradient",
+        "slope": "personal",
+        "descend": "personal",
+    }
 
     def start(self, fed: Federation) -> State:
         lr, rho, curvature = self._steps(fed)

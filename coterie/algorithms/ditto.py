@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,9 @@ class Ditto(Algorithm):
     )
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
     reveals: ClassVar[Reveals] = {"train": "model"}
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    stays: ClassVar[frozenset[str]] = frozenset({"personal"})
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -101,6 +101,8 @@ class FLIX(Algorithm):
         "slope": "gradient",
         "shifts": "gradient",
         "shifted_slope": "gradient",
+        "descend": "model",
+        "settle": "nothing",
     }
 
     def __post_init__(self) -> None:

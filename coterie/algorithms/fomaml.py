@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +34,8 @@ class FOMAML(Algorithm):
     tuning_steps: int = setting(10, "fine-tuning steps when deployed", low=0, tune=(1, 5, 20))
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     reveals: ClassVar[Reveals] = {"train": "gradient"}
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -99,12 +99,16 @@ class Hierarchical(MarginalEffects, Finder):
         "use the known clusters, one cluster of all clients, or clusters that are found first",
         options=("known", "one", "found"),
     )
-    reveals: ClassVar[Reveals] = {
+    reveals: ClassVar[Reveals] = Finder.reveals | {
         "train": "model",
         "curve": "gradient",
         "place": "nothing",
         "judge": "aggregate",
+        "contribute": "gradient",
+        "follow": "nothing",
+        "join": "personal",
     }
+    optional: ClassVar[frozenset[str]] = Finder.optional | {"join"}
 
     def start(self, fed: Federation) -> State:
         found = self.use_found(fed) if self.grouping == "found" else {}

@@ -32,6 +32,8 @@ class Local(Algorithm):
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
     reveals: ClassVar[Reveals] = {"train": "nothing"}
 
+    stays: ClassVar[frozenset[str]] = frozenset({"begin", "train"})
+
     def start(self, fed: Federation) -> State:
         return State(done=False)
 

@@ -69,6 +69,7 @@ class PdlTc(Algorithm):
         "own_slope": "personal",
         "step": "personal",
         "slope": "gradient",
+        "curvature": "aggregate",
     }
 
     @classmethod

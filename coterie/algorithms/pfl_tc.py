@@ -103,7 +103,13 @@ class PflTc(Finder):
     @property
     def fit_steps(self) -> int:
         return self.warmup
-    reveals: ClassVar[Reveals] = {"train": "model", "slope": "gradient", "scout": "gradient"}
+
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "train": "model",
+        "slope": "gradient",
+        "curvature": "aggregate",
+    }
+    optional: ClassVar[frozenset[str]] = frozenset()
 
     def start(self, fed: Federation) -> State:
         if self.clusters > fed.n:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,6 +36,8 @@ class Reptile(Algorithm):
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
     reveals: ClassVar[Reveals] = {"train": "model"}
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

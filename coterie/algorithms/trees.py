@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError, nearest
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import UNNAMED, Replies
@@ -84,6 +84,12 @@ class BoostedTrees(Algorithm):
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
     varying: ClassVar[frozenset[str]] = frozenset({"histogram"})
+    reveals: ClassVar[Reveals] = {
+        "survey": "values",
+        "histogram": "values",
+        "plant": "aggregate",
+        "join": "personal",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,10 +233,10 @@ class BoostedTrees(Algorithm):
                     values[..., tree, :, :] = self.lr * own
                 else:
                     scores = scores + _moves(values[..., tree, :, :], leaf).unsqueeze(-3)
-            self.keep_rows(client, split, to_bins(rows, edges, model.categorical), target, here, scores)
+            self._keep_rows(client, split, to_bins(rows, edges, model.categorical), target, here, scores)
         client.keep.values, client.keep.sign = values, _sign(client)
 
-    def keep_rows(
+    def _keep_rows(
         self, client: Client, split: str, bins: Tensor, target: Tensor, weight: Tensor, scores: Tensor
     ) -> None:
         """Keep what a client remembers of its rows."""
@@ -245,7 +251,7 @@ class BoostedTrees(Algorithm):
     def histogram(self, client: Client, splits: Tensor, nodes: Tensor) -> Tensor:
         """Return the sums of derivatives by tree, node, feature and bin, [..., trees, nodes, features, bins, 2]."""
         lead, bins = len(client.lead), client.keep.bins
-        leaf = self.leaf(client, bins, _one(splits, lead))
+        leaf = self._leaf(client, bins, _one(splits, lead))
         pairs = client.keep.pairs.double()
         if self.contrasts:
             pairs = torch.cat(
@@ -268,7 +274,7 @@ class BoostedTrees(Algorithm):
         """Give the leaves of new trees their values and move the scores; return how every lambda would have done."""
         model, lead, keep = _trees(client), len(client.lead), client.keep
         splits, values, signs = (_one(value, lead) for value in (splits, values, signs))
-        leaf = self.leaf(client, keep.bins, splits).long()
+        leaf = self._leaf(client, keep.bins, splits).long()
         step = self.step(model, splits, values, signs, root, deep)
         own, scores, judged = boost(step, keep.scores, keep.target, keep.weight, leaf)
         keep.pairs = _pairs(client, scores.select(-3, 0), keep.target, keep.weight)
@@ -276,7 +282,7 @@ class BoostedTrees(Algorithm):
         mine = keep.values.clone()
         mine[..., place, :, :] = self.lr * own
         keep.values = mine
-        leaf = self.leaf(client, keep.held_bins, splits).long()
+        leaf = self._leaf(client, keep.held_bins, splits).long()
         held = keep.held_scores + _moves(self.lr * own, leaf).unsqueeze(-3)
         keep.held_scores = held
         losses = model.loss_of.loss(held.squeeze(-3), keep.held_target) * keep.held_weight
@@ -290,7 +296,7 @@ class BoostedTrees(Algorithm):
         limits = bounds(splits, values, signs)
         return Step(model.loss_of, nodes_of(splits), values, *limits, self.lr, root, deep)
 
-    def leaf(self, client: Client, bins: Tensor, splits: Tensor) -> Tensor:
+    def _leaf(self, client: Client, bins: Tensor, splits: Tensor) -> Tensor:
         """Return the leaf of each row in the trees of this round, int32 [..., B, trees]."""
         found = assign(bins.flatten(0, -2), splits, _trees(client).categorical.to(bins.device), self.bins - 1)
         return found.view(*bins.shape[:-1], -1)

@@ -47,6 +47,7 @@ COMMANDS = {
     ),
     "advise": CommandEntry("planning", f"advise {HEART}", "Before training"),
     "plan": CommandEntry("planning", f"plan {HEART} --accuracy 0.001 --rounds 10", "Before training"),
+    "privacy": CommandEntry("privacy", f"privacy {HEART} --epsilons 1,4", "Before training"),
     "data": CommandEntry("data", f"data describe {HEART}", "Before training"),
     "algorithms": CommandEntry("catalogue", "algorithms ditto", "Learn more"),
     "reproduce": CommandEntry("catalogue", "reproduce known-clusters/baselines --check", "Learn more"),

@@ -13,9 +13,12 @@ from coterie._core.files import read_toml
 from coterie.algorithms import make
 from coterie.cli import console, federate_trust
 from coterie.cli.arguments import (
+    AggregateOption,
     ClientOption,
     ClusterOption,
+    DeltaOption,
     DropOption,
+    EpsilonOption,
     JsonOption,
     KeepOption,
     L2Option,
@@ -24,7 +27,9 @@ from coterie.cli.arguments import (
     SetOption,
     TargetOption,
     TaskOption,
+    UnitOption,
     assignments,
+    privacy_of,
     require_place,
     write_json,
 )
@@ -32,8 +37,11 @@ from coterie.cli.models import report_beside
 from coterie.data.federated import Roles
 from coterie.deploy import demo as demonstration
 from coterie.deploy import federation_folder, stock_node
+from coterie.deploy.federation_plan import promised
 from coterie.deploy.membership import NODE_CONFIG
 from coterie.deploy.policy import Policy
+from coterie.engine.aggregate import Aggregate
+from coterie.train.private import as_plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -174,6 +182,13 @@ def run(
     resume: Annotated[
         str | None, typer.Option(metavar="NAME", help="continue this interrupted run instead of starting one")
     ] = None,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="secure aggregation: the server learns sums of answers only")
+    ] = False,
+    aggregate: AggregateOption = None,
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = 1e-5,
+    unit: UnitOption = "client",
     detach: Annotated[bool, typer.Option("--detach", help="start the run and return")] = False,
     insecure: InsecureOption = False,
     json: JsonOption = None,
@@ -194,8 +209,20 @@ def run(
             "checkpoint_every": checkpoint_every,
             "evaluate_every": evaluate_every,
         }
+        if aggregate is not None:
+            plan["aggregate"] = str(Aggregate.parse(aggregate))
+        plan |= as_plan(promised(privacy_of(epsilon, delta, unit), secure))
         job = federation_folder.start(
-            opened, method, name, plan, insecure, seed=seed, l2=l2, deadline=deadline, patience=wait
+            opened,
+            method,
+            name,
+            plan,
+            insecure,
+            seed=seed,
+            l2=l2,
+            deadline=deadline,
+            patience=wait,
+            secure=secure,
         )
     if detach:
         console.show(f"Started {job.name}. Follow it: coterie federate attach {folder}")

@@ -15,10 +15,13 @@ from coterie._core.errors import SettingError
 from coterie.algorithms import from_the_theory, make
 from coterie.cli import console
 from coterie.cli.arguments import (
+    AggregateOption,
     ClientOption,
     ClusterOption,
+    DeltaOption,
     DeviceOption,
     DropOption,
+    EpsilonOption,
     FoldsOption,
     JsonOption,
     KeepOption,
@@ -35,9 +38,11 @@ from coterie.cli.arguments import (
     TableArgument,
     TargetOption,
     TaskOption,
+    UnitOption,
     assignments,
     find_table,
     named_assignments,
+    privacy_of,
     require_place,
     shares,
     truth,
@@ -163,6 +168,10 @@ def fit(
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
     l2: L2Option = None,
+    aggregate: AggregateOption = None,
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = 1e-5,
+    unit: UnitOption = "client",
     state_memory: StateMemoryOption = None,
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
@@ -177,6 +186,7 @@ def fit(
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
     require_place(json)
+    privacy = privacy_of(epsilon, delta, unit)
     fed = Federation.from_table(
         find_table(table),
         client,
@@ -191,6 +201,7 @@ def fit(
         l2=l2,
         model=(None if isinstance(method, str) else method.own_model(rounds)) or model,
         device=device,
+        privacy=privacy,
     )
     console.notes(fed.table.warnings)
     if from_theory:
@@ -210,6 +221,8 @@ def fit(
             state_memory=state_memory,
             metric=metric,
             refit=refit,
+            aggregate=aggregate,
+            privacy=privacy,
         )
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())

@@ -208,11 +208,11 @@ def ledger_equals_declaration(algorithm: Algorithm) -> None:
 def every_phase_says_what_it_reveals(algorithm: Algorithm) -> None:
     """Every phase that clients run is in `reveals`, and those that reveal nothing send nothing."""
     visits: Counter[str] = Counter()
-    run = _run(_watched(visits), algorithm)
+    run = _run(_watched(visits, algorithm), algorithm)
     for phase, disclosure in algorithm.reveals.items():
         assert disclosure in DISCLOSURES, f"{phase} reveals {disclosure!r}: choose one of {list(DISCLOSURES)}"
         assert callable(getattr(algorithm, phase, None)), f"reveals names {phase!r}, which is no phase"
-    for phase in visits.keys() | algorithm.traffic(run.fed.d).keys():
+    for phase in visits.keys() | algorithm.traffic_of(run.fed.model).keys():
         if phase not in ("begin", "deploy"):
             assert phase in algorithm.reveals, f"reveals does not say what phase {phase!r} sends"
         if algorithm.reveals.get(phase, "nothing") == "nothing":

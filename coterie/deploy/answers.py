@@ -213,14 +213,18 @@ def check(
         raise wire.WireError("reply rejected: it belongs to another call")
     if not isinstance(encoded, dict) or not _are_encoded(encoded, call, tensors):
         raise wire.WireError("reply rejected: malformed compressed values")
-    declared = max(call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1], 4 * model.d + 64, sums)
+    declared_up = call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1]
+    declared = max(declared_up, 4 * model.d + 64, sums)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     if size > SPARE_BYTES + 2 * visits * declared * 8:
         raise wire.WireError(f"reply rejected: {size} bytes, far more than {call.phase} declares")
     named, good = messages.under("value.", tensors), tensors.get("good")
     if any(value.dim() == 0 or len(value) != visits for value in named.values()):
         raise wire.WireError(f"reply rejected: expected {visits} rows in every value")
-    if any(value.numel() == visits * d and value.shape != (visits, d) for value in named.values()):
+    d = model.d
+    if declared_up == d and any(
+        value.numel() == visits * d and value.shape != (visits, d) for value in named.values()
+    ):
         raise wire.WireError(f"reply rejected: a vector of {d} numbers has one axis")
     if any(value.dtype != torch.float64 for name, value in named.items() if name not in encoded):
         raise wire.WireError("reply rejected: values that are not double precision")

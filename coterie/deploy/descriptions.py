@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from coterie._core.printable import is_plain
+from coterie.data.client_sums import ClientSums
 from coterie.data.federated import Roles
-from coterie.data.preprocess import Moments, Statistics
-from coterie.data.tables import MOST_LEVELS
+from coterie.data.statistics import Moments, Statistics
+from coterie.data.target_task import MOST_LEVELS
 from coterie.deploy.wire import WireError
 
-KINDS = {"numeric", "category", "empty"}
+KINDS = {"numeric", "category", "empty", "unsupported"}
 MOST_CLIENTS, MOST_COLUMNS, MOST_ROWS = 100_000, 10_000, 10**9
 MANY_ROWS, MANY_CLIENTS = 10**6, 10**4  # below these a node may have any multiple of what others have
 FAR_MORE = 1000  # times the median of the other nodes
@@ -177,15 +180,31 @@ def _remarks(told: Mapping[str, Any]) -> list[str]:
     return remarks
 
 
-def require_statistics(found: Statistics, rows: int) -> None:
-    """Raise `WireError` unless these can be the statistics of so many training rows."""
+def require_statistics(found: Statistics, sizes: Mapping[str, int]) -> None:
+    """Raise `WireError` unless these can be the statistics of clients with so many training rows."""
+    rows = sum(sizes.values())
     for name, moments in found.numeric.items():
         _require_moments(name, moments, rows)
     if found.target != Moments():
         _require_moments("the target", found.target, rows)
     for name, seen in found.categories.items():
-        if not all(is_plain(level, 1000) for level in seen.levels):
+        if not all(is_plain(level, 1000) for level in seen.counts):
             raise WireError(f"malformed levels of {name!r}")
+        counts = list(seen.counts.values())
+        if not all(1 <= own <= rows and 1 <= clients <= len(sizes) for own, clients in counts):
+            raise WireError(f"impossible counts of the levels of {name!r}")
+    _require_by_client(found.by_client, sizes)
+
+
+def _require_by_client(sums: ClientSums, sizes: Mapping[str, int]) -> None:
+    """Raise `WireError` for sums of other clients than the node's own, or of other numbers of rows."""
+    if len(set(sums.names)) != len(sums.names) or not set(sums.names) <= set(sizes):
+        raise WireError("sums of clients that it does not have")
+    most = np.array([sizes[name] for name in sums.names]).reshape(-1, 1)
+    if (sums.sums[..., 0] > most).any() or (sums.sums[..., 3] > sums.sums[..., 0]).any():
+        raise WireError("sums of clients over more rows than they have")
+    if (np.abs(sums.sums) > LARGEST).any():
+        raise WireError("impossible sums of clients")
 
 
 def _require_moments(name: str, moments: Moments, rows: int) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import DataError
 from coterie.data import column_types as columns
+from coterie.data.client_sums import ClientSums
+from coterie.data.column_facts import ColumnFacts
 from coterie.data.federated import Roles
-from coterie.data.preprocess import Levels, Moments, Statistics
-from coterie.data.tables import TableSpec
+from coterie.data.statistics import Levels, Moments, Statistics
+from coterie.data.table_spec import TableSpec
 from coterie.deploy.guard import Refusal
 from coterie.deploy.policy import Policy
 
@@ -41,7 +43,22 @@ def offered(
         rows = rows.filter(~rows[roles.client].is_in(small[name].to_list()))
         if not rows.height:
             raise Refusal(f"policy: no client of this node has {policy.min_rows} rows")
-    return rows
+    return _without_few(policy, rows, roles)
+
+
+def _without_few(policy: Policy, rows: polars.DataFrame, roles: Roles) -> polars.DataFrame:
+    """Return the table in which values of a column count as missing where a client has too few of them."""
+    import polars as pl
+
+    if policy.min_rows_per_statistic <= 1:
+        return rows
+    features = [name for name in rows.columns if name not in (roles.client, roles.target, roles.cluster)]
+    present = {name: pl.col(name).count().over(roles.client) for name in features}
+    kept = [
+        pl.when(present[name] >= policy.min_rows_per_statistic).then(pl.col(name)).alias(name)
+        for name in features
+    ]
+    return rows.with_columns(kept)
 
 
 def common_levels(policy: Policy, column: polars.Series) -> frozenset[str]:
@@ -57,6 +74,7 @@ def statistics(policy: Policy, sums: Statistics, train: polars.DataFrame) -> Sta
     A column whose encoding the policy fixes is reported as that encoding, whatever its rows are.
     """
     fixed = policy.encoding
+    rows, clients = train.height, max(1, len(sums.by_client.names))
 
     def enough(moments: Moments) -> Moments:
         few = moments.count < policy.min_rows_per_statistic
@@ -70,14 +88,50 @@ def statistics(policy: Policy, sums: Statistics, train: polars.DataFrame) -> Sta
 
     def levels(name: str, seen: Levels) -> Levels:
         if name in fixed:
-            return Levels(frozenset(fixed[name]), False)
-        return Levels(seen.levels & common_levels(policy, train[name]), seen.missing)
+            return Levels(dict.fromkeys(map(str, fixed[name]), (rows, clients)), False)
+        common = common_levels(policy, train[name])
+        return Levels({level: count for level, count in seen.counts.items() if level in common}, seen.missing)
 
     return Statistics(
         {name: numbers(name, moments) for name, moments in sums.numeric.items()},
         {name: levels(name, seen) for name, seen in sums.categories.items()},
         enough(sums.target) if sums.target.count else sums.target,
+        _by_client(policy, sums),
     )
+
+
+def _by_client(policy: Policy, sums: Statistics) -> ClientSums:
+    """Return the sums of single clients, without those of few rows: few outliers could be told from their sums."""
+    least, by_client = policy.min_rows_per_statistic, sums.by_client
+    if least <= 1 and not policy.encoding:
+        return by_client
+    found = by_client.sums.copy()
+    count, outliers = found[..., 0], found[..., 3]
+    few = (outliers > 0) & (outliers < least)
+    found[few, 4:6] = found[few, 1:3]  # as if these rows were none
+    found[few, 3] = found[few, 6] = 0
+    found[count < least] = 0
+    for place, name in enumerate(sums.numeric):
+        if name in policy.encoding:
+            found[:, place] = 0
+    return ClientSums(by_client.names, found, by_client.groups)
+
+
+def facts(policy: Policy, told: dict[str, Any]) -> dict[str, Any]:
+    """Return a node's description with the kinds of columns that the policy says, and counts where it lets them out.
+
+    Nothing but its kind is said of a column whose encoding the owner fixed.
+    """
+    if policy.columns is None:
+        return told
+    kinds, rows = policy.columns, sum(told["rows"])
+    found = {
+        name: ColumnFacts(kinds[name], rows if kinds[name] != "empty" else 0).to_json()
+        if name in policy.encoding
+        else one
+        for name, one in told["facts"].items()
+    }
+    return {**told, "columns": [[name, kinds[name]] for name, _ in told["columns"]], "facts": found}
 
 
 def without_rare(policy: Policy, frame: polars.DataFrame, train: Tensor, spec: TableSpec) -> polars.DataFrame:

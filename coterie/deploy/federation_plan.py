@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from coterie._core.errors import RunError
+from coterie._core.errors import RunError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.data import federated
 from coterie.data.federated import Roles
@@ -25,6 +25,7 @@ from coterie.deploy.transport import Envelope, Late, NodeCaller
 from coterie.engine.build import encode_clusters
 from coterie.engine.federation import Federation
 from coterie.engine.from_table import SPLIT, default_model, encoded
+from coterie.engine.privacy import Privacy
 from coterie.models.description import description, from_description
 from coterie.train.predict import fitted_to
 
@@ -184,7 +185,13 @@ def greeting(run: str, request: RunRequest) -> dict[str, Any]:
 
 
 def connect(
-    caller: NodeCaller, plan: FederationPlan, algorithm: Algorithm, dropout: float = 0.0
+    caller: NodeCaller,
+    plan: FederationPlan,
+    algorithm: Algorithm,
+    dropout: float = 0.0,
+    *,
+    secure: bool = False,
+    privacy: Privacy | None = None,
 ) -> Federation:
     """Open a run on all nodes and return the federation of their clients.
 
@@ -198,6 +205,10 @@ def connect(
         The algorithm that the nodes are to run.
     dropout
         Probability with which a client is left out of a call, for experiments.
+    secure
+        Answers of nodes are only added up, under masks.
+    privacy
+        What the run may cost of the clients' privacy, with its number of rounds; nodes add the noise.
 
     Returns
     -------
@@ -212,6 +223,11 @@ def connect(
         "model": plan.model,
         "preprocessor": plan.preprocessor,
     }
+    if secure:
+        settings["sums"] = {"secure": True}
+    if promised(privacy, secure) is not None:
+        assert privacy is not None
+        settings["privacy"] = {**privacy.to_json(), "clients": n}
     hello = greeting(plan.run, request)
     setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings, hello)
     places = []
@@ -246,6 +262,13 @@ def connect(
         dropout=dropout,
         table=TableSource(options, Preprocessor.from_json(plan.preprocessor), plan.warnings),
     )
+
+
+def promised(privacy: Privacy | None, secure: bool) -> Privacy | None:
+    """Return what a run may cost; raise `SettingError` if nodes cannot keep that promise."""
+    if privacy is not None and privacy.unit == "client" and not secure:
+        raise SettingError("--epsilon for clients needs --secure, because nodes share the noise of a sum")
+    return privacy
 
 
 def _greeted(
@@ -303,8 +326,9 @@ def _sums(
             if isinstance(envelope, wire.WireError):
                 raise envelope
             found = federated.statistics_from_json(envelope[0].get("statistics") or {}, spec)
-            sizes = split_sizes(torch.tensor(told[name]["rows"]), request.split)["train"]
-            descriptions.require_statistics(found, int(sizes.sum()))
+            sizes = split_sizes(torch.tensor(told[name]["rows"]), request.split)["train"].tolist()
+            own = dict(zip(told[name]["clients"], sizes, strict=True))
+            descriptions.require_statistics(found, own)
             parts[name] = found
         except Exception as problem:
             caller.note(f"{name} is left out of the shared encoding: {explain(problem)}")

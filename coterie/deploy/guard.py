@@ -119,7 +119,9 @@ class Guard:
             if not scored:
                 raise Refusal("deployed models stay on the node; they can be scored only")
             return "aggregate"
-        disclosure = "nothing" if phase == "begin" else algorithm.reveals.get(phase, "personal")
+        disclosure = "nothing" if phase == "begin" else algorithm.reveals.get(phase)
+        if disclosure is None:
+            raise Refusal(f"{algorithm.name} does not say what {printable(phase, 60)} reveals")
         if scored:
             raise Refusal(f"only deployed models are scored, not what {printable(phase, 60)} returns")
         if disclosure not in self.policy.reveal:
@@ -151,7 +153,8 @@ class Guard:
             algorithm = find(proposal["algorithm"]["name"])
             for phase, word in algorithm.reveals.items():
                 if word not in self.policy.reveal:
-                    problems.append(f"its phase {phase} reveals {word} and will be refused")
+                    perhaps = ", if it is needed" if phase in algorithm.optional else ""
+                    problems.append(f"its phase {phase} reveals {word} and will be refused{perhaps}")
         except (CoterieError, KeyError, TypeError) as problem:
             problems.append(printable(problem))
         rounds = proposal.get("rounds")

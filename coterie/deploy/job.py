@@ -23,6 +23,7 @@ from coterie.deploy.transport import NodeCaller
 from coterie.models.description import description
 from coterie.report.tables import run_notes, run_summary, run_table
 from coterie.train.fit import fit, resume
+from coterie.train.private import IN_PLAN, from_plan
 
 if TYPE_CHECKING:
     from coterie.deploy.transport import Transport
@@ -58,6 +59,8 @@ class JobRequest:
         Seconds to wait for nodes at the start.
     run : str
         Identifier of the run; made when the request is written.
+    secure : bool
+        Add answers of nodes up under masks.
     """
 
     out: str  # the run folder
@@ -70,6 +73,7 @@ class JobRequest:
     deadline: float = 60.0
     patience: float = 60.0
     run: str = ""
+    secure: bool = False
 
     @classmethod
     def read(cls, job: Path) -> JobRequest:
@@ -140,7 +144,8 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:
         reporter.note(warning)
-    fed = connect(caller, plan, algorithm)
+    privacy = from_plan(request.plan)
+    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():
         _finish_again(fed, out, reporter)
@@ -154,7 +159,8 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if (out / "config.toml").exists():
         run = resume(out, fed, watch=watch)
     else:
-        run = fit(fed, algorithm, out=out, watch=watch, **request.plan)
+        options = {name: value for name, value in request.plan.items() if name not in IN_PLAN}
+        run = fit(fed, algorithm, out=out, watch=watch, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)
     if len(done) < len(plan.nodes):

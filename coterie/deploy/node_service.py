@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +33,10 @@ from coterie.deploy import disclosure, messages, wire
 from coterie.deploy.audit import AuditError, AuditLog
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.deploy.guard import RUN, Guard, Pending, Refusal
+from coterie.deploy.node_privacy import NodePrivacy
 from coterie.deploy.policy import TRUSTING, Policy
+from coterie.deploy.secure_sums import KINDS as SUM_KINDS
+from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.build import make_runtime
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.description import description, from_description
@@ -165,8 +169,7 @@ class NodeService:
         """Return names and sizes of clients and kinds of columns."""
         roles = Roles.from_json(header["roles"])
         told = federated.describe(self.rows(roles), roles, self.source_name)
-        if self.policy.columns is not None:
-            told["columns"] = [[name, self.policy.columns[name]] for name, _ in told["columns"]]
+        told = disclosure.facts(self.policy, told)
         run = header.get("run")
         knows = isinstance(run, str) and (run in self.runs or (self._folder(run) / SETUP).exists())
         return {"told": told, "knows": knows, "coterie": coterie.__version__}, {}
@@ -209,6 +212,10 @@ class NodeService:
         """Write the models of a finished run for use."""
         return self.run(header).finish(header, tensors)
 
+    def sums(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in a sum of answers that nodes hold."""
+        return self.run(header).sum(header, tensors)
+
     KINDS: ClassVar[dict[str, Callable[[NodeService, dict[str, Any], dict[str, Tensor]], Message]]] = {
         "hello": hello,
         "statistics": statistics,
@@ -217,6 +224,7 @@ class NodeService:
         "deploy": deploy,
         "score": score,
         "finish": finish,
+        **dict.fromkeys(SUM_KINDS, sums),
     }
 
     def run(self, header: dict[str, Any]) -> OpenRun:
@@ -280,6 +288,8 @@ class OpenRun:
         self.runtime = _runtime(self.preprocessor, frame, counts, settings, tensors)
         self.state_files = ClientStateFiles(folder / "states")
         self.current: CallId | None = None  # the state that is in memory
+        self.privacy = NodePrivacy.of(folder, setup, self.runtime, self.algorithm)
+        self.sums = NodeSums.of(self.runtime, self.algorithm, setup, self.privacy)
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
@@ -288,7 +298,10 @@ class OpenRun:
         before = self.runtime.store.writes
         stamp: CallId | None = self.current
         self.current = (-1, -1)  # in between, should the phase fail
-        reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        with nullcontext() if self.privacy is None else self.privacy.paying(header, tensors):
+            reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        if self.sums is not None:
+            reply, values = self.sums.hold(header, tensors, (reply, values))
         if self.runtime.store.writes > before:
             stamp = (int(header["round"]), int(header["call"]))
             self.state_files.save(stamp, self.runtime.snapshot())
@@ -300,6 +313,12 @@ class OpenRun:
         if header["split"]:
             values = self._enough(values, str(header["split"]), tensors.get("at"))
         return {**reply, "at": stamp}, values
+
+    def sum(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in a sum of what the last call returned."""
+        if self.sums is None:
+            raise wire.WireError("message rejected: this run has no sums")
+        return self.sums.answer(header, tensors)
 
     def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Store the models of these clients under the round they belong to."""
@@ -352,6 +371,8 @@ class OpenRun:
         }
         files.seal(target, "config.toml", files.as_toml(config))
         self.state_files.clear()
+        if self.privacy is not None:
+            self.privacy.finish()
         for old in (self.folder / "models").glob("*.safetensors"):
             old.unlink(missing_ok=True)
         return {"models": len(own)}, {}

@@ -14,6 +14,7 @@ from coterie._core import files
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms import all_algorithms
 from coterie.algorithms.base import DISCLOSURES
+from coterie.data import column_types as columns
 from coterie.data import federated
 from coterie.data.federated import Roles
 from coterie.models.metrics import names
@@ -30,9 +31,13 @@ STRICT = ("nothing", "aggregate", "gradient", "model")
 
 
 def _methods() -> tuple[str, ...]:
-    """Return the methods none of whose phases reveals a personal model."""
-    found = all_algorithms().items()
-    return tuple(name for name, cls in found if cls.reveals and set(cls.reveals.values()) <= set(STRICT))
+    """Return the methods that can do without phases that reveal a personal model or single rows."""
+    found = []
+    for name, cls in all_algorithms().items():
+        words = {word for phase, word in cls.reveals.items() if phase not in cls.optional}
+        if words and words <= set(STRICT):
+            found.append(name)
+    return tuple(found)
 
 
 def _metrics() -> tuple[str, ...]:
@@ -98,6 +103,8 @@ class Policy:
     def strict(cls, frame: polars.DataFrame, roles: Roles, **more: Any) -> Policy:
         """Return the strict policy for a table: the columns it has, with their kinds, and no others.
 
+        Texts that identify rows do not exist for a server unless `roles.keep` names them.
+
         Examples
         --------
         >>> import polars
@@ -106,11 +113,17 @@ class Policy:
         >>> Policy.strict(table, Roles("site", "ill", drop=("name",))).columns
         {'age': 'numeric'}
         """
-        used = {roles.client, roles.target, roles.cluster, *roles.drop}
-        columns = {
-            name: federated.kind(frame[name], "the table") for name in frame.columns if name not in used
-        }
-        return cls(dataclasses.replace(roles, drop=()), columns, **more)
+        found = {one.column: one for one in federated.readings(frame, roles)}
+        kinds = {name: columns.kind(frame[name]) for name in found}
+        offered: dict[str, str] = {}
+        for name, one in found.items():
+            if one.kind in ("identifier", "free text") and kinds[name] == "category":
+                continue
+            if one.kind in ("number", "date"):
+                offered[name] = "numeric"
+            elif kinds[name] is not None:
+                offered[name] = "empty" if one.kind == "empty" else str(kinds[name])
+        return cls(dataclasses.replace(roles, drop=(), keep=()), offered, **more)
 
     def allowing(self, methods: Sequence[str]) -> Policy:
         """Return the policy with further methods allowed, and with them the kinds of phases that they need."""
@@ -266,7 +279,7 @@ COMMENTS = {
     "data": "Roles of columns, how rows are split, and how few rows are too few.",
     "columns": 'Features that exist for a server: "numeric", "category" or "empty". Remove a line to hide one.',
     "encoding": 'Encodings that you fix, such as age = [54.0, 9.0] (mean, sd) or sex = ["f", "m"].',
-    "methods": "What may be run. A phase reveals nothing, aggregate, gradient, model or personal.",
+    "methods": "What may be run. A phase reveals nothing, aggregate, gradient, model, personal or values.",
     "settings": "Ranges of settings; a batch of 0 means all rows and is always allowed.",
     "limits": "How much may be asked.",
     "consent": "Whether you approve every run yourself.",

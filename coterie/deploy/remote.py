@@ -30,6 +30,7 @@ from coterie.deploy.answers import (
     usual_shape,
     words,
 )
+from coterie.deploy.secure_sums import RemoteHeld, SumCaller
 from coterie.deploy.transport import Envelope, Forgot, Late, NodeCaller
 from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Visits
 from coterie.engine.state import State
@@ -121,6 +122,7 @@ class RemoteRuntime(Runtime):
 
     def __init__(self, caller: NodeCaller, places: list[Place], setup: Setup, n: int) -> None:
         self.caller, self.places, self.setup, self.n = caller, places, setup, n
+        self.train_rows = torch.zeros(n, 1, dtype=torch.float64)  # training rows of each client
         self.place = torch.full((n,), -1)
         self.position = torch.zeros(n, dtype=torch.long)
         for k, place in enumerate(places):
@@ -128,15 +130,31 @@ class RemoteRuntime(Runtime):
             self.position[place.ids] = torch.arange(len(place.ids))
         self._shapes: dict[str, Any] = {}
         self._noted: set[tuple[str, int]] = set()
+        sums = setup.settings.get("sums")
+        self.sums = None if sums is None else SumCaller(caller, setup.run, bool(sums["secure"]))
 
     def fresh(self, seed: int | None = None) -> RemoteRuntime:
         """Return the same nodes with no state kept; the nodes' seed stays that of the run."""
         places = [replace(place, stamp=None, floor=None) for place in self.places]
-        return RemoteRuntime(self.caller, places, self.setup, self.n)
+        runtime = RemoteRuntime(self.caller, places, self.setup, self.n)
+        runtime.train_rows = self.train_rows
+        return runtime
 
     def run(self, call: Call, visits: Visits) -> Answer:
         """Run a phase on the nodes of these clients."""
-        return self._ask("call", call, visits, None, lasting=True)
+        answer = self._ask("call", call, visits, None, lasting=True)
+        return answer if self.sums is None else self._held(call, visits, answer)
+
+    def _held(self, call: Call, visits: Visits, answer: Answer) -> Answer:
+        """Return an answer whose values the nodes hold until a sum of them is asked for."""
+        assert self.sums is not None
+        asked = torch.arange(self.n) if visits.at is None else visits.at
+        came = asked if answer.came is None else asked[answer.came]
+        fine = came if answer.good is None else came[answer.good]
+        ids = {
+            self.places[k].name: fine[self.place[fine] == k] for k in sorted(set(self.place[fine].tolist()))
+        }
+        return replace(answer, held=RemoteHeld(self.sums, call, ids, self.train_rows))
 
     def evaluate(
         self,
@@ -258,6 +276,7 @@ class RemoteRuntime(Runtime):
             if place.counts is None:
                 place.counts, place.told = rows, rows["train"] + rows["validation"] + rows["test"]
                 found.append((place.ids, rows))
+                self.train_rows[place.ids] = rows["train"].double().unsqueeze(-1)
         return found
 
     def begin_round(self, t: int, state: State | None) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie._core import files
 from coterie.engine.state import State
 from coterie.models.description import description
+from coterie.train import private
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.predictions import Predictions
 from coterie.train.roster import Roster
@@ -40,6 +41,9 @@ def save_run(folder: RunFolder, run: Run) -> None:
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
     if run.test_rows:
         files.write_with(folder.path / TEST_ROWS, test_rows(run).write_parquet)
+    spent = private.report(run.fed)
+    if spent is not None:
+        files.write_json(folder.path / "privacy.json", spent)
     result = {
         "rounds": run.rounds,
         "deployed_round": run.deployed_round,
