@@ -177,7 +177,13 @@ def _floats(shape: Any) -> int:
 
 
 def check(
-    envelope: Envelope, call: Call, visits: int, since: CallId | None, model: Model, sums: int = 0
+    envelope: Envelope,
+    call: Call,
+    visits: int,
+    since: CallId | None,
+    model: Model,
+    sums: int = 0,
+    held: bool = False,
 ) -> Reply:
     """Check a node's reply to a call.
 
@@ -195,6 +201,8 @@ def check(
         The model, which limits the size of a reply.
     sums
         Numbers that the asked metrics take for each client.
+    held
+        Whether the node keeps the values, to add them up later.
 
     Returns
     -------
@@ -219,6 +227,8 @@ def check(
     if size > SPARE_BYTES + 2 * visits * declared * 8:
         raise wire.WireError(f"reply rejected: {size} bytes, far more than {call.phase} declares")
     named, good = messages.under("value.", tensors), tensors.get("good")
+    if held and (named or encoded):
+        raise wire.WireError("reply rejected: values where only their sum may leave the node")
     if any(value.dim() == 0 or len(value) != visits for value in named.values()):
         raise wire.WireError(f"reply rejected: expected {visits} rows in every value")
     d = model.d

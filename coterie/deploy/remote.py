@@ -390,6 +390,7 @@ class RemoteRuntime(Runtime):
         good: dict[str, Reply] = {}
         bad: dict[str, wire.WireError] = {}
         model, sums = self.setup.model, sum(self._widths(metrics).values())
+        held = self.sums is not None and kind == "call" and not metrics
         for name, envelope in answers.items():
             visits, since = len(mine[name]), self._named(name).stamp
             try:
@@ -398,12 +399,12 @@ class RemoteRuntime(Runtime):
                 if kind == "deploy":
                     good[name] = Reply(visits, {}, None, {}, since)
                 else:
-                    good[name] = check(envelope, call, visits, since, model, sums)
+                    good[name] = check(envelope, call, visits, since, model, sums, held)
             except wire.WireError as problem:
                 bad[name] = problem
             except Exception as problem:
                 bad[name] = wire.WireError(f"reply rejected: {explain(problem)}")
-        if good:
+        if good and not held:
             key = f"{call.phase}/{kind}/{','.join(metric.name for metric in metrics)}"
             usual = usual_shape(list(good.values()), call, model, bool(metrics), self._shapes.get(key))
             if sum(reply.shape() == usual for reply in good.values()) > 1:  # one node alone fixes nothing

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from coterie.engine.local_runtime import LocalRuntime
 
 KINDS = ("sum_keys", "sum_shares", "sum", "unmask")
+MOST = 1 << 31  # numbers along one axis of an answer
 SLOTS = 16  # sums that nodes prepare for at once
 NODES_IN_A_CLUSTER = 2  # below which the sum of a cluster would be one node's answer
 
@@ -275,7 +276,7 @@ class SumCaller:
         found: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         for name, (header, tensors) in self._fine(answers).items():
             shape, values = header.get("shape"), tensors.get("total")
-            if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
+            if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MOST for size in shape):
                 self.caller.note(f"{name} is left out of a sum: malformed shape")
                 continue
             length = request.count * (math.prod(shape) + isinstance(request.groups, str)) + (request.clip > 0)

@@ -150,7 +150,9 @@ def leaked(server: Server) -> list[str]:
     """Values of identifiers, notes and weights in anything the node said."""
     heard = b"".join(server.heard)
     secrets = [*TABLE["ssn"], *TABLE["note"], *(repr(weight) for weight in TABLE["weight"])]
-    found = [value for value in secrets if value.encode() in heard]
+    found = [
+        value for value in secrets if re.search(rb"(?<![\d.])" + re.escape(value.encode()) + rb"(?!\d)", heard)
+    ]
     exact = torch.tensor(TABLE["weight"].to_list(), dtype=torch.float64)
     return found + [
         str(value) for value in exact.tolist() if torch.tensor([value]).double().numpy().tobytes() in heard
