@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
 from coterie.models import fast
 from coterie.models.tree_walk import FEATURE, MISSING, PARENT, THRESHOLD
+
+used: Counter[str] = Counter()  # how often each way to sum was taken, in this process
 
 
 def assign(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int) -> Tensor:
@@ -65,6 +69,7 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
         [k, trees, asked, features, bins, 2 or 3].
     """
     path = fast.find("tree histograms", bins)
+    used["plain histograms" if path is None else path.name] += 1
     if path is not None:
         found: Tensor = path.run(bins, pairs, leaf, nodes, count)
         return found

@@ -8,6 +8,7 @@ the base and one value of each tree.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._core.errors import DataError, SettingError
+from coterie.models import histograms
 from coterie.models.base import Model, dot
 from coterie.models.groups import ParameterGroups
 from coterie.models.metrics import Metric, ScoredRows
@@ -224,6 +226,9 @@ class Trees(Model):
 
     def solve(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, tol: float, prox: float = 0.0) -> Tensor:
         raise SettingError("trees have no minimiser in closed form; train them with the method 'trees'")
+
+    def paths_used(self) -> Counter[str]:
+        return Counter(histograms.used)
 
     def module(self, w: Tensor) -> nn.Module:
         return TreePredictor(self, w.detach())

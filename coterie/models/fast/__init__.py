@@ -113,6 +113,7 @@ def explain(name: str) -> str:
     plain = {
         "plain steps": "local SGD, one gradient for each step",
         "loop": "gradients of one client after the other",
+        "plain histograms": "histograms of boosted trees in torch",
     }
     return plain.get(name) or next((path.summary for path in PATHS if path.name == name), name)
 
