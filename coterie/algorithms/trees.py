@@ -12,7 +12,7 @@ from coterie._core.errors import SettingError, nearest
 from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
-from coterie.engine.replies import UNNAMED, Replies
+from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
@@ -110,7 +110,7 @@ class BoostedTrees(Algorithm):
         if len(replies):
             points, mass = (replies[name].transpose(0, 1).flatten(1).cpu() for name in ("points", "mass"))
             edges = cut_points(points, mass, self.bins - 2)
-            total = _total(replies, "targets")
+            total = replies.sum("targets")
             share = total[:-1] / total[-1]
             if self.balance and classes > 1:
                 balance = 1 / (classes * share.clamp(min=1 / total[-1]))
@@ -144,7 +144,7 @@ class BoostedTrees(Algorithm):
         model.parts(x)[1][at] = self.in_units(model, splits, s.edges)
         model.parts(x)[2][at] = self.lr * values
         pulls[at] = pulls.new_tensor(pull)
-        judged = MEMORY * s.judged + _total(replies, "judged") if len(replies) else s.judged
+        judged = MEMORY * s.judged + replies.sum("judged") if len(replies) else s.judged
         s = s.replace(x=x, pulls=pulls, judged=judged, planted=at + 1)
         return self.stopped(model, s, replies)
 
@@ -164,8 +164,8 @@ class BoostedTrees(Algorithm):
                 again = fed.map(self.histogram, splits=splits, nodes=growth.others().to(fed.device))
                 if not len(again):
                     return growth
-                others = _total(again).cpu()
-            growth.learn(_total(replies).cpu(), others)
+                others = again.sum().cpu()
+            growth.learn(replies.sum().cpu(), others)
             before = replies.ids
         return growth
 
@@ -180,7 +180,7 @@ class BoostedTrees(Algorithm):
     def stopped(self, model: Trees, s: State, replies: Replies) -> State:
         """Return the state with the number of trees to deploy, and whether growth ends."""
         full = s.planted >= model.trees
-        held, rows = _total(replies, "held").tolist() if len(replies) else (0.0, 0.0)
+        held, rows = replies.sum("held").tolist() if len(replies) else (0.0, 0.0)
         if not rows:
             return s.replace(best=s.planted if s.lowest == NEVER else s.best, done=full)
         if held / rows < s.lowest:
@@ -417,11 +417,6 @@ class BoostedTrees(Algorithm):
 def _trees(client: Client) -> Trees:
     assert isinstance(client.model, Trees)
     return client.model
-
-
-def _total(replies: Replies, name: str = UNNAMED) -> Tensor:
-    """Return the sum of the answers, by way of their mean: sums are all that the server needs to see."""
-    return replies.mean(name, uniform=True) * len(replies)
 
 
 def _sign(client: Client) -> Tensor:

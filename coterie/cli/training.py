@@ -220,7 +220,7 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
-            refit=refit,
+            refit="none" if privacy is not None and refit == "validation" else refit,
             aggregate=aggregate,
             privacy=privacy,
         )

@@ -247,7 +247,7 @@ def usual_shape(replies: list[Reply], call: Call, model: Model, scores: bool, be
     """Return the shape that replies to this call should have.
 
     That is the shape of earlier rounds (`before`), else the one that the algorithm declares, else the one that most
-    clients sent; None if no reply has the declared size. `scores` is True for metrics, about which the algorithm
+    clients sent; None if no reply has the declared size. Replies to a phase whose messages vary may be smaller. `scores` is True for metrics, about which the algorithm
     declares nothing.
     """
     votes: dict[Any, int] = {}
@@ -255,12 +255,17 @@ def usual_shape(replies: list[Reply], call: Call, model: Model, scores: bool, be
         votes[reply.shape()] = votes.get(reply.shape(), 0) + reply.visits
     declared = call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1]
     counts = declared > 0 and not scores and call.compress is None
+    varies = call.phase in call.algorithm.varying
+
+    def fits(shape: Any) -> bool:
+        size = _floats(shape)
+        return not counts or size == declared or (varies and 0 < size <= declared)
 
     def rank(shape: Any) -> tuple[bool, bool, int]:
-        return shape == before, not counts or _floats(shape) == declared, votes[shape]
+        return shape == before and not varies, fits(shape), votes[shape]
 
     best = max(votes, key=rank)
-    return best if best == before or not counts or _floats(best) == declared else None
+    return best if fits(best) or (best == before and not varies) else None
 
 
 def words(shape: Any) -> str:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from coterie._core import files
 from coterie.algorithms import Algorithm
+from coterie.deploy.guard import Refusal
 from coterie.deploy.keys import write_private
 from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.noise import Noise, fingerprint
-from coterie.engine.privacy import BudgetSpent, NoiseScale, Privacy, private_sum
+from coterie.engine.privacy import NoiseScale, Privacy, private_sum
 from coterie.engine.sums import Clients, SumRequest
 from coterie.train.private import KEY, forget_secret, new_secret, row_privacy
 
@@ -94,9 +95,7 @@ class NodePrivacy:
         call = place.call
         name = fingerprint("sum", call.phase, call.round, call.call, request.name, request.clip)
         if name not in self._paid and len(self._paid) >= self.settings.rounds:
-            raise BudgetSpent(
-                f"this node has answered the {self.settings.rounds} noisy sums that were planned"
-            )
+            raise Refusal(f"this node has answered the {self.settings.rounds} noisy sums that were planned")
         self._paid.add(name)
         self._save()
         scale = NoiseScale.of(self.settings, self.clients)

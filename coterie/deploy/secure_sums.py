@@ -20,6 +20,7 @@ from torch import Tensor
 from coterie._core.errors import NobodyAnswered, SettingError
 from coterie.deploy import secure_aggregation, wire
 from coterie.deploy import secure_aggregation as secure
+from coterie.deploy.guard import Refusal
 from coterie.deploy.messages import under
 from coterie.deploy.transport import Envelope, NodeCaller
 from coterie.engine.protocol import Call, FederatedAlgorithm
@@ -85,10 +86,10 @@ class NodeSums:
 
     def hold(self, header: dict[str, Any], sent: dict[str, Tensor], reply: Message) -> Message:
         """Keep the values of a reply here, and return the reply without them."""
-        if header["split"] or not header["lasting"]:
-            return reply
+        if header["split"]:
+            return reply  # scores of deployed models
         if header["compress"]:
-            raise SettingError("compressed answers cannot be added up; leave the compressor out")
+            raise Refusal("compressed answers cannot be added up; leave the compressor out")
         call = Call(
             self.algorithm,
             str(header["phase"]),
@@ -131,7 +132,11 @@ class NodeSums:
             raise wire.WireError("message rejected: this node holds no answer to that call")
         if request.name in self._summed:
             raise wire.WireError("message rejected: this answer was added up already")
-        _check_groups(about, place.ids)
+        try:
+            _check_groups(about, place.ids)
+            place.values(request)
+        except SettingError as problem:
+            raise Refusal(str(problem)) from None
         self._summed.add(request.name)
         total, weight = self._total(place, request)
         shape = {"shape": list(place.shape(request))}
@@ -276,7 +281,9 @@ class SumCaller:
         found: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         for name, (header, tensors) in self._fine(answers).items():
             shape, values = header.get("shape"), tensors.get("total")
-            if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MOST for size in shape):
+            if not isinstance(shape, list) or not all(
+                type(size) is int and 0 <= size <= MOST for size in shape
+            ):
                 self.caller.note(f"{name} is left out of a sum: malformed shape")
                 continue
             length = request.count * (math.prod(shape) + isinstance(request.groups, str)) + (request.clip > 0)

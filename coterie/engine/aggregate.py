@@ -17,7 +17,8 @@ from torch import Tensor
 from coterie._core.errors import SettingError, nearest
 from coterie.models.fast.lazy_models import materialize
 
-ENOUGH = 3  # replies below which nobody can tell who is wrong
+ENOUGH = 5  # replies below which nobody can tell who is wrong
+PAIRS = 32  # replies whose distances from each other are all looked at
 ITERATIONS = 100  # of the geometric median at most
 TINY = 1e-12
 BLOCK = 1 << 16  # columns sorted at once
@@ -27,7 +28,9 @@ BLOCK = 1 << 16  # columns sorted at once
 class Aggregate:
     """How answers of clients become one: weights are capped, outliers left out, then a rule takes the centre.
 
-    Distances are from the coordinate-wise median of the replies, in units of their median distance from it.
+    Distances are from the coordinate-wise median of the replies. `clip` takes their median as unit, `screen` the median
+    distance between two replies: of five honest replies of one number it leaves one out in 0.25 % of all cases, with
+    the distance from the median it would be 8 %.
 
     Parameters
     ----------
@@ -122,7 +125,8 @@ class Aggregate:
         if math.isinf(self.screen) or len(values) < ENOUGH:
             return torch.zeros(len(values), dtype=torch.bool, device=values.device)
         away = _distances(values, _middle(values))
-        return away > self.screen * away.median().clamp(min=TINY)
+        apart = torch.pdist(values.double()) if len(values) <= PAIRS else math.sqrt(2) * away
+        return away > self.screen * apart.median().clamp(min=TINY)
 
     def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
         """Return one vector [d] for replies [k, d] with weights [k, 1]."""

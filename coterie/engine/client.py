@@ -327,6 +327,7 @@ class Client:
         weight : Tensor, [..., B]
             One over the number of the client's rows, zero on padding; B is the largest number of rows.
         """
+        self._require_free("rows")
         x, rows = materialize(x), self._visible(split)
         width = max(1, rows.largest)
 

@@ -34,6 +34,7 @@ class FederatedAlgorithm(Protocol):
     """
 
     reveals: ClassVar[dict[str, Any]]
+    varying: ClassVar[frozenset[str]]
 
     @property
     def name(self) -> str:

@@ -133,6 +133,28 @@ class Replies:
         empty = (total == 0).view(-1, *[1] * (values.dim() - 1))
         return torch.where(empty, default, average)
 
+    def sum(self, name: str = UNNAMED) -> Tensor:
+        """Return the sum over the clients that answered, whatever the rule for means is.
+
+        Parameters
+        ----------
+        name
+            Which reply; by default the one of a phase that returned one tensor.
+
+        Returns
+        -------
+        Tensor
+            [...].
+
+        Raises
+        ------
+        NobodyAnswered
+            If no client answered.
+        """
+        if len(self) == 0:
+            raise NobodyAnswered("no client answered, so there is nothing to add up")
+        return self[name].sum(0)
+
     def count(self, by: Tensor | str, groups: int, *, uniform: bool = True) -> Tensor:
         """Return how many of the clients that answered are in each cluster, [groups, 1].
 

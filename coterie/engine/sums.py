@@ -135,6 +135,14 @@ class SummedReplies(Replies):
             return average[0]
         return average if default is None else torch.where(weights <= 0, default, average)
 
+    def sum(self, name: str = UNNAMED) -> Tensor:
+        """Return the sum over the clients that answered; see `Replies.sum`."""
+        if len(self) == 0 or self.held is None:
+            raise NobodyAnswered("no client answered, so there is nothing to add up")
+        total = self.held.total(SumRequest(name, uniform=True))
+        self.meter(total)
+        return total.values[0]
+
     def count(self, by: Tensor | str, groups: int, *, uniform: bool = True) -> Tensor:
         """Return how many of the clients that answered are in each cluster; see `Replies.count`."""
         assert self.held is not None

@@ -121,6 +121,8 @@ def fit(
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
         raise SettingError(f"select is {select!r}; it is 'last' or 'best'")
+    if privacy is not None and refit != "none":
+        raise SettingError("refitting would read the rows again without noise; leave refit out with privacy")
     chosen = None if metric is None else resolve(metric, fed.model.task).name
     further = [resolve(one, fed.model.task) for one in metrics]
     plan = {

@@ -31,7 +31,8 @@ def save_run(folder: RunFolder, run: Run) -> None:
     save_state(folder.path, run.state)
     Roster.of(run.fed).save(folder.path)
     Predictions.save_those_of(run, folder.path)
-    save_errors(run, folder.path)
+    if run.fed.promised is None:  # they are computed from training rows, without noise
+        save_errors(run, folder.path)
     traces = run.history.traces(run.fed.n)
     if traces:
         files.write_tensors(folder.path / "traces.safetensors", traces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -151,7 +152,9 @@ def leaked(server: Server) -> list[str]:
     heard = b"".join(server.heard)
     secrets = [*TABLE["ssn"], *TABLE["note"], *(repr(weight) for weight in TABLE["weight"])]
     found = [
-        value for value in secrets if re.search(rb"(?<![\d.])" + re.escape(value.encode()) + rb"(?!\d)", heard)
+        value
+        for value in secrets
+        if re.search(rb"(?<![\d.])" + re.escape(value.encode()) + rb"(?!\d)", heard)
     ]
     exact = torch.tensor(TABLE["weight"].to_list(), dtype=torch.float64)
     return found + [
@@ -230,7 +233,7 @@ class TestRows:
 
     def test_a_level_of_one_row_stays(self, server, tmp_path):
         levels, _ = server.statistics()["statistics"]["categories"]["sex"]
-        assert levels == ["f", "m"]
+        assert [level for level, _, _ in levels] == ["f", "m"]
         choices = [{"name": "sex", "levels": ["x"], "missing": False}]
         assert "error" not in server.open("fedavg", encoding={**ENCODING, "choices": choices})
         rows = server.node.runs[RUN].runtime.splits
@@ -238,8 +241,43 @@ class TestRows:
 
     def test_a_column_with_few_values_has_no_moments(self):
         few = disclosure.Moments(3, 50.0, 1.0, 57)
-        sums = disclosure.Statistics({"age": few}, {}, disclosure.Moments())
-        assert disclosure.statistics(STRICT, sums, TABLE).numeric["age"] == disclosure.Moments(missing=60)
+        one = disclosure.ClientSums(("north",), torch.full((1, 2, 7), 3.0).numpy(), ("",))
+        sums = disclosure.Statistics({"age": few}, {}, disclosure.Moments(), one)
+        left = disclosure.statistics(STRICT, sums, TABLE)
+        assert left.numeric["age"] == disclosure.Moments(missing=60)
+        assert not left.by_client.sums.any()
+
+    def test_a_lone_outlier_cannot_be_told_from_sums_of_its_client(self, tmp_path):
+        """The sum of all values less the sum of those that are no outliers would be the outlier."""
+        wild = TABLE.with_columns(weight=polars.Series([7777.7, *TABLE["weight"][1:]]))
+        for least, shown in ((1, True), (4, False)):
+            policy = with_policy(min_rows_per_statistic=least)
+            found = Server(node(tmp_path / str(least), policy, wild)).statistics()
+            sums = torch.tensor(found["statistics"]["clients"]["sums"])[0, 1]
+            count, mean, _, outliers, inner = sums[:5].tolist()
+            assert (outliers == 1) == shown
+            if shown:
+                assert count * mean - (count - 1) * inner == pytest.approx(7777.7)
+            else:
+                assert inner == mean
+
+    def test_few_values_of_a_client_count_as_missing(self, tmp_path):
+        """Facts and sums of a column with three values would be about these rows."""
+        rare = TABLE.with_columns(weight=polars.Series([81.25, 82.5, 83.75, *[None] * 57]))
+        server = Server(node(tmp_path / "s", table=rare))
+        assert server.hello()["told"]["facts"]["weight"]["rows"] == 0
+        assert server.statistics()["statistics"]["numeric"]["weight"] == [0, 0.0, 0.0, 36]
+
+    def test_facts_say_nothing_of_a_column_with_a_fixed_encoding(self, tmp_path):
+        server = Server(node(tmp_path / "s", with_policy(encoding={"age": [50.0, 20.0]})))
+        told = server.hello()["told"]["facts"]
+        assert {name for name, value in told["age"].items() if value} == {"kind", "rows"}
+        assert told["sex"]["equal"] > 0
+
+    def test_texts_that_identify_rows_do_not_exist_for_a_server(self, tmp_path):
+        kept = Policy.strict(TABLE, Roles("hospital", "sick"))
+        assert "ssn" not in kept.columns and "note" not in kept.columns
+        assert "ssn" in Policy.strict(TABLE, Roles("hospital", "sick", keep=("ssn",))).columns
 
     def test_errors_hold_no_value_of_a_row(self, tmp_path):
         """A note where a number should be: the owner reads which, the server does not."""
@@ -264,7 +302,7 @@ class TestRows:
         server = Server(node(tmp_path / "s", with_policy(encoding={"age": [50.0, 20.0], "sex": ["f", "m"]})))
         sums = server.statistics()["statistics"]
         assert sums["numeric"]["age"] == pytest.approx([36, 50.0, 36 * 400.0, 0])
-        assert sums["categories"]["sex"] == [["f", "m"], False]
+        assert sums["categories"]["sex"] == [[["f", 36, 1], ["m", 36, 1]], False]
         assert refused(server.open("fedavg"), "'sex' is fixed")
         scales = [{**ENCODING["scales"][0], "mean": 0.0}, ENCODING["scales"][1]]
         choices = [{"name": "sex", "levels": ["f", "m"], "missing": False}]

@@ -88,9 +88,9 @@ METHODS = {
     "fomaml": {},
     "reptile": {},
     "oracle": {},
-    "ifca": {},
-    "ifca restarts": {"restarts": 2, "trial": 2},
-    "ifca gradients": {"average": "gradient"},
+    "ifca": {"clusters": 2},
+    "ifca restarts": {"clusters": 2, "restarts": 2, "trial": 2},
+    "ifca gradients": {"clusters": 2, "average": "gradient"},
     "flix": {"lr": 0.1, "alpha": 0.5},
     "local": {},
 }
@@ -231,8 +231,10 @@ def test_plain_calls_of_a_node_in_a_secure_run_hold_their_values(tmp_path):
     node, asked = opened(tmp_path)
     sent = next(header for header in asked if header["kind"] == "call" and not header["split"])
     tensors = {"at": torch.tensor([0]), "shared.x": node.runs[RUN].runtime.initial}
-    header, values = wire.decode(node.answer(wire.encode({**sent, "nonce": "fresh"}, tensors)))
-    assert "error" not in header and values == {}
+    for lasting in (True, False):
+        asked = {**sent, "lasting": lasting, "nonce": f"fresh {lasting}"}
+        header, values = wire.decode(node.answer(wire.encode(asked, tensors)))
+        assert "error" not in header and values == {}
 
 
 BUDGET = Privacy(3.0, 1e-2, rounds=3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from coterie import Federation, fit, models
-from coterie._core.errors import SettingError
+from coterie._core.errors import Diverged, SettingError
 from coterie.algorithms import make
 from coterie.engine.aggregate import ON_NODES, PLAIN, Aggregate
 from coterie.engine.replies import Replies
@@ -78,6 +80,14 @@ def test_outliers_are_named():
     assert told == [14]
 
 
+def test_honest_replies_are_rarely_left_out():
+    g = torch.Generator().manual_seed(3)
+    for k, most in ((5, 10), (8, 4), (20, 4)):
+        wrong = sum(bool(ON_NODES.outliers(torch.randn(k, 1, generator=g)).any()) for _ in range(1000))
+        assert wrong <= most, (k, wrong)
+    assert not ON_NODES.outliers(torch.tensor([[0.0], [1e-3], [1e9], [2.0]])).any()  # four cannot tell
+
+
 @pytest.mark.parametrize("text", ["medain", "clip:x", "median,clip", "trimmed:0.5", "cap:0.5", "screen:-1"])
 def test_what_is_no_rule(text):
     with pytest.raises(SettingError):
@@ -105,9 +115,9 @@ def test_a_run_with_a_liar(name, tmp_path):
     liar = federation(byzantine={3: "large"})
     honest = fit(federation(), method, rounds=20, evaluate_every=0).personal
     robust = fit(liar, method, rounds=20, evaluate_every=0, aggregate="median", out=tmp_path / "run")
-    plain = fit(liar, method, rounds=20, evaluate_every=0)
     others = torch.arange(8) != 3
     assert float((robust.personal - honest)[others].abs().max()) < 0.2
-    apart = (plain.personal - honest)[others]
-    assert not bool(torch.isfinite(apart).all()) or float(apart.abs().max()) > 10
+    with contextlib.suppress(Diverged):
+        plain = fit(liar, method, rounds=20, evaluate_every=0)
+        assert float((plain.personal - honest)[others].abs().max()) > 10
     assert robust.fed.aggregate == Aggregate.parse("median")

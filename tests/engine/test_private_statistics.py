@@ -45,7 +45,9 @@ def test_units_are_found(unit):
         true = table[name]
         assert abs(moments.mean - true.mean()) < 1.5 * true.std() + 0.3 * abs(true.mean())
         assert 0.4 * true.std() < moments.sd < 0.5 * abs(true.mean()) + 2 * true.std()
-    assert found.categories["kind"].levels == {"a", "b"}
+    assert set(found.categories["kind"].counts) == {"a", "b"}
+    assert len(set(found.categories["kind"].counts.values())) == 1  # how often each occurs is not told
+    assert not found.by_client.names
 
 
 def test_what_does_not_stand_out_keeps_its_units():
