@@ -247,8 +247,8 @@ def usual_shape(replies: list[Reply], call: Call, model: Model, scores: bool, be
     """Return the shape that replies to this call should have.
 
     That is the shape of earlier rounds (`before`), else the one that the algorithm declares, else the one that most
-    clients sent; None if no reply has the declared size. Replies to a phase whose messages vary may be smaller. `scores` is True for metrics, about which the algorithm
-    declares nothing.
+    clients sent; None if no reply has the declared size. Replies to a phase whose messages vary may be smaller.
+    `scores` is True for metrics, about which the algorithm declares nothing.
     """
     votes: dict[Any, int] = {}
     for reply in replies:

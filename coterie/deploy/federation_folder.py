@@ -30,6 +30,7 @@ from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import QUIET, missing
 from coterie.deploy.flower_node import Link
 from coterie.deploy.gate import MOST_BYTES
+from coterie.deploy.identity import Identity
 from coterie.deploy.job import NOTES, PROGRESS, JobRequest
 from coterie.deploy.membership import CONFIG, NODE_CONFIG, Roster, require_name
 from coterie.deploy.node_service import NodeService
@@ -324,7 +325,8 @@ def serve_node(
     signal.signal(signal.SIGTERM, _leave)
     with only_one(state):
         written = AuditLog(state / audit.FILE)
-        service = NodeService(source, state, client, policy=policy, audit=written, log=log)
+        identity = Identity.read(folder, policy.members)
+        service = NodeService(source, state, client, policy=policy, audit=written, log=log, identity=identity)
         service.check()
         certificate = folder / keys.CERTIFICATE
         remedy = f"Renew it: coterie federate join {folder} --renew"

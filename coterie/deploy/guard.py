@@ -269,6 +269,9 @@ class Guard:
                 raise Refusal(f"policy: the encoding of {choice['name']!r} is fixed")
             if len(choice["levels"]) > MOST_LEVELS:
                 raise Refusal(f"policy: at most {MOST_LEVELS} levels")
+        sums = setup.get("sums") or {}
+        if policy.secure and sums.get("secure") is not True:
+            raise Refusal("policy: answers leave in secure sums only; start the run with --secure")
         model = setup["model"]
         if policy.models is not None and model.get("model") not in policy.models:
             raise Refusal(f"policy: models are {', '.join(policy.models)}")

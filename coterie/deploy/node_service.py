@@ -33,10 +33,11 @@ from coterie.deploy import disclosure, messages, wire
 from coterie.deploy.audit import AuditError, AuditLog
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.deploy.guard import RUN, Guard, Pending, Refusal
+from coterie.deploy.identity import Identity
 from coterie.deploy.node_privacy import NodePrivacy
 from coterie.deploy.policy import TRUSTING, Policy
 from coterie.deploy.secure_sums import KINDS as SUM_KINDS
-from coterie.deploy.secure_sums import NodeSums
+from coterie.deploy.secure_sums import NodeMasks, NodeSums
 from coterie.engine.build import make_runtime
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.description import description, from_description
@@ -69,6 +70,8 @@ class NodeService:
         Log of what leaves, written before it leaves; None keeps none.
     log
         Receives, for the owner's eyes only, why a message was not answered.
+    identity
+        Signs what this node says to other nodes, and checks what they say; None for tests.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class NodeService:
         policy: Policy = TRUSTING,
         audit: AuditLog | None = None,
         log: Callable[[str], None] = lambda text: None,
+        identity: Identity | None = None,
     ) -> None:
         self.source, self.client, self.state = bundled.resolve(source), client, state
         self.source_name = str(self.source) if isinstance(self.source, str | Path) else "the table"
@@ -90,6 +94,8 @@ class NodeService:
         self._raw: Any = None
         self.policy, self.audit, self.log = policy, audit, log
         self.guard = Guard(policy, state, audit)
+        self.identity = identity
+        self.masks: dict[str, NodeMasks] = {}
 
     def check(self) -> int:
         """Read the table before the server asks, to report problems early; return its number of rows."""
@@ -216,6 +222,10 @@ class NodeService:
         """Take part in a sum of answers that nodes hold."""
         return self.run(header).sum(header, tensors)
 
+    def mask(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Prepare a sum under masks with the other nodes, or help to take the masks off it."""
+        return self.masks_of(str(header.get("run"))).answer(header)
+
     KINDS: ClassVar[dict[str, Callable[[NodeService, dict[str, Any], dict[str, Tensor]], Message]]] = {
         "hello": hello,
         "statistics": statistics,
@@ -224,8 +234,18 @@ class NodeService:
         "deploy": deploy,
         "score": score,
         "finish": finish,
-        **dict.fromkeys(SUM_KINDS, sums),
+        "sum": sums,
+        **dict.fromkeys(SUM_KINDS, mask),
     }
+
+    def masks_of(self, run: str) -> NodeMasks:
+        """Return this node's keys for the sums of a run."""
+        if run not in self.masks:
+            self._folder(run)  # the name is one
+            self.masks[run] = NodeMasks(run, self.identity, self.policy.least_nodes)
+            while len(self.masks) > MOST_OPEN:
+                del self.masks[next(iter(self.masks))]
+        return self.masks[run]
 
     def run(self, header: dict[str, Any]) -> OpenRun:
         """Return the run that a message is about, from memory or from disk."""
@@ -289,7 +309,8 @@ class OpenRun:
         self.state_files = ClientStateFiles(folder / "states")
         self.current: CallId | None = None  # the state that is in memory
         self.privacy = NodePrivacy.of(folder, setup, self.runtime, self.algorithm)
-        self.sums = NodeSums.of(self.runtime, self.algorithm, setup, self.privacy)
+        masks = service.masks_of(str(settings["run"]))
+        self.sums = NodeSums.of(self.runtime, self.algorithm, setup, masks, self.privacy)
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
@@ -318,7 +339,7 @@ class OpenRun:
         """Take part in a sum of what the last call returned."""
         if self.sums is None:
             raise wire.WireError("message rejected: this run has no sums")
-        return self.sums.answer(header, tensors)
+        return self.sums.answer(header)
 
     def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Store the models of these clients under the round they belong to."""

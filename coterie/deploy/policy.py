@@ -74,6 +74,13 @@ class Policy:
         clients and so to split rows, whole numbers in settings, numbers in messages.
     approve : bool
         Whether the owner has to approve every run.
+    secure : bool
+        Whether answers leave in secure sums only.
+    least_nodes : int
+        Fewest nodes in a secure sum.
+    members : dict of str to str
+        SHA-256 of the certificates of other nodes, which the owner compared with theirs; their keys for secure sums
+        must be signed with these.
     """
 
     roles: Roles | None
@@ -98,6 +105,9 @@ class Policy:
     largest_count: int = 10_000
     largest_number: float = 1e6
     approve: bool = False
+    secure: bool = False
+    least_nodes: int = 3
+    members: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def strict(cls, frame: polars.DataFrame, roles: Roles, **more: Any) -> Policy:
@@ -140,7 +150,7 @@ class Policy:
     def read(cls, path: Path) -> Policy:
         """Read policy.toml; raise `SettingError`, which names the entry, for anything that is not understood."""
         stored = files.read_toml(path)
-        given = [name for name in ("columns", "encoding", "settings") if name in stored]
+        given = [name for name in TABLES if name in stored]
         tables = {name: dict(stored.pop(name, {})) for name in SECTIONS}
         if stored:
             raise SettingError(
@@ -172,7 +182,7 @@ class Policy:
         lines = ["# What this node lets a server do. Only you write this file; no message can change it."]
         lines += ["# `coterie federate node FOLDER --show-policy` explains it in words."]
         for section, keys in SECTIONS.items():
-            if section in ("columns", "encoding", "settings"):
+            if section in TABLES:
                 values = getattr(self, section)
             else:
                 values = {key: getattr(self, key, None) for key in keys}
@@ -209,7 +219,16 @@ class Policy:
                 raise SettingError(
                     f"{path}: [methods] no algorithm {name!r}.{nearest(name, all_algorithms())}"
                 )
-        for name in ("rounds", "messages_per_run", "messages_per_day", "runs_per_day", "splits", "min_rows"):
+        whole = (
+            "rounds",
+            "messages_per_run",
+            "messages_per_day",
+            "runs_per_day",
+            "splits",
+            "min_rows",
+            "least_nodes",
+        )
+        for name in whole:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise SettingError(
                     f"{path}: {name} = {getattr(self, name)!r}; it is a whole number, at least 1"
@@ -250,6 +269,10 @@ class Policy:
             f"At most {self.rounds} rounds and {self.messages_per_run} messages in a run; at most "
             f"{self.messages_per_day} messages and {self.runs_per_day} new runs in a day; numbers in messages at most "
             f"{self.largest_number:g}.",
+            f"Answers leave in secure sums of at least {self.least_nodes} nodes only; a server learns the sum."
+            if self.secure
+            else "A server may ask for single answers; secure = true in [methods] lets out secure sums only.",
+            *([f"You compared the certificates of: {', '.join(self.members)}."] if self.members else []),
             "Every run waits until you approve it: coterie federate approve FOLDER."
             if self.approve
             else "Runs that fit this policy need no approval (approve = true in [consent] changes that).",
@@ -258,11 +281,12 @@ class Policy:
         return lines
 
 
+TABLES = ("columns", "encoding", "settings", "members")  # whose entries the owner names
 SECTIONS: dict[str, tuple[str, ...]] = {
     "data": ("split", "seed", "min_rows", "min_rows_per_statistic"),
     "columns": (),
     "encoding": (),
-    "methods": ("reveal", "algorithms", "models", "metrics"),
+    "methods": ("reveal", "algorithms", "models", "metrics", "secure"),
     "settings": (),
     "limits": (
         "rounds",
@@ -272,8 +296,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "splits",
         "largest_count",
         "largest_number",
+        "least_nodes",
     ),
     "consent": ("approve",),
+    "members": (),
 }
 COMMENTS = {
     "data": "Roles of columns, how rows are split, and how few rows are too few.",
@@ -283,6 +309,7 @@ COMMENTS = {
     "settings": "Ranges of settings; a batch of 0 means all rows and is always allowed.",
     "limits": "How much may be asked.",
     "consent": "Whether you approve every run yourself.",
+    "members": 'SHA-256 of the certificates of other nodes, if you compared them: north = "ab12...".',
 }
 
 TRUSTING = Policy(

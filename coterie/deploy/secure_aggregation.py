@@ -11,11 +11,13 @@ Flower's own SecAgg+ is tied to its strategies and their messages, which Coterie
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,10 @@ BLOCK = 1 << 15  # numbers of a stream made at once
 ZEROS = bytes(8 * BLOCK)
 
 Whole = np.ndarray[Any, np.dtype[np.uint64]]
-Roster = Mapping[str, Mapping[str, Any]]  # by node: "channel" and "masks", public keys in hex
+MOST_TRIES = 5000  # choices of shares that are tried to find those that fit together
+Roster = Mapping[
+    str, Mapping[str, Any]
+]  # by node: "channel" and "masks", public keys; "selves", hashes; in hex
 
 
 def degree(nodes: int) -> int:
@@ -173,10 +178,14 @@ class Party:
         return len(self._roster)
 
     def public(self) -> dict[str, Any]:
-        """Return the public keys of this node: one for messages between nodes, one for the masks of each slot."""
+        """Return the public keys of this node: one for messages between nodes, one for the masks of each slot.
+
+        Hashes of its own seeds are with them, so that a wrong share of one is noticed.
+        """
         return {
             "channel": _public(_private(self._channel)).hex(),
             "masks": [_public(_mask_key(seed)).hex() for seed in self._masks],
+            "selves": [_self_commitment(seed) for seed in self._selves],
         }
 
     def shares(self, roster: Roster) -> dict[str, str]:
@@ -187,7 +196,7 @@ class Party:
             raise WireError("message rejected: these keys have their nodes already")
         if len(roster) < LEAST or roster.get(self.name) != self.public():
             raise WireError(f"message rejected: a secure sum needs {LEAST} nodes and this node's own keys")
-        if any(len(keys["masks"]) != self.slots for keys in roster.values()):
+        if any(len(keys[part]) != self.slots for keys in roster.values() for part in ("masks", "selves")):
             raise WireError("message rejected: nodes disagree on the number of sums")
         self._roster, self._epoch = {name: dict(keys) for name, keys in roster.items()}, digest(roster)
         self._near = neighbours(roster)[self.name]
@@ -308,10 +317,12 @@ def unmask(
         near = [other for other in graph[name] if other in masked]
         if name not in masked and not near:
             continue
-        seed = _combined(name, graph[name], revealed)
         if name in masked:
+            commitment = roster[name]["selves"][slot]
+            seed = _combined(name, graph[name], revealed, commitment, _self_commitment)
             _add_stream(total, seed, use, np.subtract)
             continue
+        seed = _combined(name, graph[name], revealed, roster[name]["masks"][slot], _mask_commitment)
         secret = _mask_key(seed)
         for other in near:
             pair = _agreed(secret, roster[other]["masks"][slot])
@@ -319,8 +330,14 @@ def unmask(
     return torch.from_numpy(total.view(np.int64))
 
 
-def _combined(name: str, near: Sequence[str], revealed: Mapping[str, Mapping[str, Sequence[Any]]]) -> bytes:
-    """Return a seed of a node from the shares that its holders revealed."""
+def _combined(
+    name: str,
+    near: Sequence[str],
+    revealed: Mapping[str, Mapping[str, Sequence[Any]]],
+    commitment: str,
+    committed: Callable[[bytes], str],
+) -> bytes:
+    """Return the seed of a node that it committed itself to, whatever wrong shares some of its holders reveal."""
     from Crypto.Protocol.SecretSharing import Shamir
 
     least = threshold(len(near) + 1)
@@ -329,7 +346,20 @@ def _combined(name: str, near: Sequence[str], revealed: Mapping[str, Mapping[str
     ]
     if len(shares) < least:
         raise WireError(f"{len(shares)} nodes hold shares of {name}, and {least} are needed")
-    return bytes(Shamir.combine(shares[:least], False))
+    for some in itertools.islice(itertools.combinations(shares, least), MOST_TRIES):
+        with contextlib.suppress(ValueError):
+            seed = bytes(Shamir.combine(list(some), False))
+            if committed(seed) == commitment:
+                return seed
+    raise WireError(f"the shares of {name} do not fit together")
+
+
+def _self_commitment(seed: bytes) -> str:
+    return digest(seed.hex()).hex()
+
+
+def _mask_commitment(seed: bytes) -> str:
+    return _public(_mask_key(seed)).hex()
 
 
 def _unpacked(content: bytes, index: int) -> list[tuple[int, bytes, bytes]]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered, SettingError
-from coterie.deploy import secure_aggregation, wire
 from coterie.deploy import secure_aggregation as secure
+from coterie.deploy import wire
 from coterie.deploy.guard import Refusal
 from coterie.deploy.messages import under
 from coterie.deploy.transport import Envelope, NodeCaller
@@ -27,10 +27,11 @@ from coterie.engine.protocol import Call, FederatedAlgorithm
 from coterie.engine.sums import Clients, SumRequest, Total
 
 if TYPE_CHECKING:
+    from coterie.deploy.identity import Identity
     from coterie.deploy.node_privacy import NodePrivacy
     from coterie.engine.local_runtime import LocalRuntime
 
-KINDS = ("sum_keys", "sum_shares", "sum", "unmask")
+KINDS = ("sum_keys", "sum_shares", "unmask")  # beside "sum"
 MOST = 1 << 31  # numbers along one axis of an answer
 SLOTS = 16  # sums that nodes prepare for at once
 NODES_IN_A_CLUSTER = 2  # below which the sum of a cluster would be one node's answer
@@ -43,15 +44,95 @@ def context(about: Mapping[str, Any]) -> bytes:
     return secure.digest(about)
 
 
+class NodeMasks:
+    """A node's keys for the sums of one run, and the messages by which nodes prepare and unmask a sum.
+
+    Parameters
+    ----------
+    run
+        Identifier of the run.
+    identity
+        Signs the keys of this node and checks those of the others; None neither signs nor checks.
+    least
+        Fewest nodes whose answers are added up.
+    """
+
+    def __init__(self, run: str, identity: Identity | None = None, least: int = secure.LEAST) -> None:
+        self.run, self.identity, self.least = run, identity, least
+        self._party: secure.Party | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that prepared for the next sums."""
+        return self.party.nodes
+
+    @property
+    def party(self) -> secure.Party:
+        """The keys that the server was given last."""
+        if self._party is None:
+            raise wire.WireError("message rejected: no keys for secure sums on this node")
+        return self._party
+
+    def answer(self, header: dict[str, Any]) -> Message:
+        """Answer one of the messages that prepare or unmask a sum."""
+        kind = header["kind"]
+        if kind == "sum_keys":
+            return {"keys": self._new_keys(str(header["node"]), int(header["slots"]))}, {}
+        if kind == "sum_shares":
+            return {"shares": self.party.shares(self._checked(header["roster"]))}, {}
+        alive = [str(one) for one in header["alive"]]
+        if len(set(alive)) < self.least:
+            raise Refusal(f"policy: at least {self.least} nodes are in a sum")
+        return {"revealed": self.party.reveal(int(header["slot"]), alive)}, {}
+
+    def masked(self, header: Mapping[str, Any], total: Tensor, weight: float) -> Tensor:
+        """Return a sum of this node's clients under the masks of the slot that a message names."""
+        if header.get("sealed"):
+            self.party.receive(header["sealed"])
+        about = header["about"]
+        whole = secure.encode(total, secure.fraction_bits(float(about["weight"])), weight)
+        return self.party.masked(int(header["slot"]), whole, context(about))
+
+    def _new_keys(self, name: str, slots: int) -> dict[str, Any]:
+        if not 1 <= slots <= SLOTS:
+            raise wire.WireError(f"message rejected: {slots} sums at once")
+        if self.identity is not None and name != self.identity.name:
+            raise Refusal(f"this node is {self.identity.name}, by its certificate")
+        self._party = secure.Party(name, slots)
+        keys = self._party.public()
+        return (
+            keys if self.identity is None else {**keys, **self.identity.sign(_signed(self.run, name, keys))}
+        )
+
+    def _checked(self, roster: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the keys of all nodes, each signed by its node for this run."""
+        if len(roster) < self.least:
+            raise Refusal(f"policy: at least {self.least} nodes are in a sum")
+        found = {name: keys_only(keys) for name, keys in roster.items()}
+        if self.identity is not None:
+            for name, keys in found.items():
+                self.identity.require(name, _signed(self.run, name, keys), roster[name])
+        return found
+
+
+def keys_only(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the public keys of a node without its signature."""
+    return {part: keys[part] for part in ("channel", "masks", "selves")}
+
+
+def _signed(run: str, name: str, keys: Mapping[str, Any]) -> bytes:
+    return secure.digest("keys for secure sums", run, name, keys)
+
+
 class NodeSums:
-    """What a node holds of the last call, and its keys for sums.
+    """What a node holds of the last call.
 
     Parameters
     ----------
     runtime, algorithm
         The node's clients and what they run.
-    secure
-        Whether sums leave under masks only.
+    masks
+        The node's keys, under whose masks sums leave; None lets them out as they are.
     privacy
         Noise and budget of the node's clients, where they are kept private.
     """
@@ -60,13 +141,12 @@ class NodeSums:
         self,
         runtime: LocalRuntime,
         algorithm: FederatedAlgorithm,
-        secure: bool,
+        masks: NodeMasks | None,
         privacy: NodePrivacy | None = None,
     ) -> None:
-        self.runtime, self.algorithm, self.secure, self.privacy = runtime, algorithm, secure, privacy
+        self.runtime, self.algorithm, self.masks, self.privacy = runtime, algorithm, masks, privacy
         self._held: Clients | None = None
         self._summed: set[str | None] = set()
-        self._party: secure_aggregation.Party | None = None
 
     @classmethod
     def of(
@@ -74,12 +154,13 @@ class NodeSums:
         runtime: LocalRuntime,
         algorithm: FederatedAlgorithm,
         setup: Mapping[str, Any],
+        masks: NodeMasks,
         privacy: NodePrivacy | None = None,
     ) -> NodeSums | None:
         """Return what the settings of a run ask for; None where answers leave one by one."""
         sums = setup.get("sums")
         if sums is not None:
-            return cls(runtime, algorithm, bool(sums["secure"]), privacy)
+            return cls(runtime, algorithm, masks if sums["secure"] else None, privacy)
         if privacy is not None and privacy.settings.unit == "client":
             raise SettingError("noise that nodes share needs secure sums: --secure")
         return None
@@ -105,26 +186,8 @@ class NodeSums:
         self._summed = set()
         return reply[0], {} if good is None else {"good": good}
 
-    def answer(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
-        """Answer one of the messages in `KINDS`."""
-        kind = header["kind"]
-        if kind == "sum_keys":
-            slots = int(header["slots"])
-            if not 1 <= slots <= SLOTS:
-                raise wire.WireError(f"message rejected: {slots} sums at once")
-            self._party = secure.Party(str(header["node"]), slots)
-            return {"keys": self._party.public()}, {}
-        if kind == "sum":
-            return self._sum(header)
-        if self._party is None:
-            raise wire.WireError("message rejected: no keys for secure sums on this node")
-        if kind == "sum_shares":
-            return {"shares": self._party.shares(header["roster"])}, {}
-        return {
-            "revealed": self._party.reveal(int(header["slot"]), [str(one) for one in header["alive"]])
-        }, {}
-
-    def _sum(self, header: dict[str, Any]) -> Message:
+    def answer(self, header: dict[str, Any]) -> Message:
+        """Return a sum of what is held, each once."""
         about = header["about"]
         request = request_from(about)
         place = self._held
@@ -140,21 +203,16 @@ class NodeSums:
         self._summed.add(request.name)
         total, weight = self._total(place, request)
         shape = {"shape": list(place.shape(request))}
-        if not self.secure:
+        if self.masks is None:
             return shape, {"total": total}
-        if self._party is None:
-            raise wire.WireError("message rejected: no keys for secure sums on this node")
-        if header.get("sealed"):
-            self._party.receive(header["sealed"])
-        whole = secure.encode(total, secure.fraction_bits(float(about["weight"])), weight)
-        return shape, {"total": self._party.masked(int(header["slot"]), whole, context(about))}
+        return shape, {"total": self.masks.masked(header, total, weight)}
 
     def _total(self, place: Clients, request: SumRequest) -> tuple[Tensor, float]:
         """Return the sums of this node's clients as one vector, and their weight."""
         if self.privacy is not None and self.privacy.settings.unit == "client":
-            if self._party is None or request.clip <= 0:
+            if self.masks is None or request.clip <= 0:
                 raise wire.WireError("message rejected: this node gives noisy sums only, with a clip norm")
-            among = secure.enough(self._party.nodes)
+            among = secure.enough(self.masks.nodes)
             return self.privacy.total(place, request, among), float(len(place.ids))
         share = place.members(request) * place.weights(request).t()
         total = (share @ place.values(request)).flatten()
@@ -207,6 +265,11 @@ class SumCaller:
         if self.secure:
             whole = self._unmasked(slot, parts, about, call.phase)
             flat = secure.decode(whole, secure.fraction_bits(about["weight"]))
+            if float(flat.abs().max() if len(flat) else 0) > 2**secure.MAGNITUDE * max(1.0, about["weight"]):
+                self.caller.note(
+                    f"{call.phase}: a node added numbers that are too large; the sum is not used"
+                )
+                raise NobodyAnswered(f"{call.phase}: the sum is larger than honest answers can be")
         else:
             flat = torch.stack(list(parts.values())).sum(0)
         present = torch.cat([ids[name] for name in parts])
@@ -220,7 +283,7 @@ class SumCaller:
         asked: dict[str, Envelope] = {
             name: ({"kind": "sum_keys", "run": self.run, "node": name, "slots": slots}, {}) for name in names
         }
-        roster = {
+        roster: dict[str, Any] = {
             name: reply[0].get("keys")
             for name, reply in self._fine(self.caller.ask(asked)).items()
             if _are_keys(reply[0].get("keys"), slots)
@@ -236,7 +299,8 @@ class SumCaller:
             if isinstance(reply[0].get("shares"), dict)
         }
         self._require(sent, "exchange of shares")
-        self._roster, self._slots, self._next = roster, slots, 0
+        self._roster = {name: keys_only(keys) for name, keys in roster.items()}
+        self._slots, self._next = slots, 0
         self._sealed = {
             name: {owner: str(shares[name]) for owner, shares in sent.items() if name in shares}
             for name in sent
@@ -381,9 +445,11 @@ def _are_keys(keys: Any, slots: int) -> bool:
     return (
         isinstance(keys, dict)
         and isinstance(keys.get("channel"), str)
-        and isinstance(keys.get("masks"), list)
-        and len(keys["masks"]) == slots
-        and all(isinstance(key, str) and len(key) == 64 for key in [keys["channel"], *keys["masks"]])
+        and all(isinstance(keys.get(part), list) and len(keys[part]) == slots for part in ("masks", "selves"))
+        and all(
+            isinstance(key, str) and len(key) == 64
+            for key in [keys["channel"], *keys["masks"], *keys["selves"]]
+        )
     )
 
 

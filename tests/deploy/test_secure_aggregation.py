@@ -85,7 +85,12 @@ def test_all_masks_but_those_of_two_honest_nodes_leave_them_hidden():
     masked = {name: party.masked(0, plain, CONTEXT) for name, party in parties.items()}
     revealed = {name: party.reveal(0, list(masked)) for name, party in parties.items()}
     one, two, *bad = parties
-    seeds = {name: secure._combined(name, secure.neighbours(roster)[name], revealed) for name in parties}
+
+    def combined(name: str) -> bytes:
+        near, commitment = secure.neighbours(roster)[name], roster[name]["selves"][0]
+        return secure._combined(name, near, revealed, commitment, secure._self_commitment)
+
+    seeds = {name: combined(name) for name in parties}
     use = secure.digest(roster) + (0).to_bytes(4, "big") + CONTEXT
     seen = masked[one].numpy().view("u8") - secure.stream(seeds[one], use, len(plain))
     for other in bad:  # who know their masks with `one`
@@ -138,9 +143,29 @@ def test_shares_that_were_changed_and_keys_that_are_none_are_refused():
     with pytest.raises(WireError, match="own keys"):
         fresh.shares(roster)
     other = Party("d", 1)
-    told = {"d": other.public(), **{n: {"channel": "00" * 32, "masks": ["00" * 32]} for n in "ef"}}
+    told = {
+        "d": other.public(),
+        **{n: {"channel": "00" * 32, "masks": ["00" * 32], "selves": ["00" * 32]} for n in "ef"},
+    }
     with pytest.raises(WireError, match="public key"):
         other.shares(told)
+
+
+@pytest.mark.parametrize("count", [4, 11])
+def test_wrong_shares_do_not_spoil_a_sum(count):
+    """A node that helps to unmask with nonsense: its shares fit no commitment, so those of the others are taken."""
+    parties, roster = prepared(count)
+    values = contributions(parties)
+    liar, gone, *_ = parties
+    masked = {name: party.masked(0, values[name], CONTEXT) for name, party in parties.items() if name != gone}
+    revealed = {name: parties[name].reveal(0, list(masked)) for name in masked}
+    revealed[liar] = {name: [index, "ab" * 16] for name, (index, _) in revealed[liar].items()}
+    if count == 4:  # three hold shares of a node that is gone, and three are needed
+        with pytest.raises(WireError, match="fit together"):
+            unmask(roster, 0, masked, revealed, CONTEXT)
+    else:
+        total = unmask(roster, 0, masked, revealed, CONTEXT)
+        assert torch.equal(total, sum(values[name] for name in masked))
 
 
 def test_no_two_nodes_are_summed():

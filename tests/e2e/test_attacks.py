@@ -6,6 +6,7 @@ many more, run against nodes in this process in `tests/deploy/test_malicious_ser
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -58,7 +59,9 @@ def test_a_node_that_lies_in_every_round_harms_nobody(live: Live, absent_in: Any
     missed = live.missed(job)
     assert {name for _, name in missed} == {liar} and live.result(job)["lost_rounds"] == 0
     assert {t for t, _ in missed} == set(range(1, 14))
-    here = fit(absent_in(live.local(nodes), missed), algorithm, 13, evaluate_every=0)
+    # what is drawn for a call depends on how many calls a round has had, so the phases that were missed matter
+    phases = {(t, name, why.partition(":")[0]) for t, name, why in live.result(job)["left_out"]}
+    here = fit(absent_in(live.local(nodes), phases), algorithm, 13, evaluate_every=0)
     there = live.models(job, nodes[:3])
     for name, model in there.items():
         assert float((model - here.personal[here.fed.names.index(name)]).abs().max()) <= 1e-12, name
@@ -236,8 +239,9 @@ class TestStrangers:
             self.post(stranger, "/v1/fleet/push-object", 1 << 40)
             assert b"413" in self.answer(stranger)[:20]
         with self.connect(live) as stranger:
-            self.post(stranger, "/v1/fleet/pull-messages", 0, b"x: " + b"A" * 40_000 + b"\r\n")
-            assert b"400" in self.answer(stranger)[:20]
+            with contextlib.suppress(OSError):  # it may be shut out before all of it is sent
+                self.post(stranger, "/v1/fleet/pull-messages", 0, b"x: " + b"A" * 2_000_000 + b"\r\n")
+            assert self.answer(stranger)[:12] in (b"HTTP/1.1 400", b"")
 
     def test_a_flood_of_headers_leaves_nothing_behind(self, live: Live) -> None:
         for _ in range(100):
