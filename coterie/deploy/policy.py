@@ -17,6 +17,7 @@ from coterie.algorithms.base import DISCLOSURES
 from coterie.data import column_types as columns
 from coterie.data import federated
 from coterie.data.federated import Roles
+from coterie.models.description import description
 from coterie.models.metrics import names
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Policy:
         return cls(dataclasses.replace(roles, drop=(), keep=()), offered, **more)
 
     def allowing(self, methods: Sequence[str]) -> Policy:
-        """Return the policy with further methods allowed, and with them the kinds of phases that they need."""
+        """Return the policy with further methods allowed, with the kinds of phases and the models that they need."""
         known = all_algorithms()
         for name in methods:
             if name not in known:
@@ -144,7 +145,10 @@ class Policy:
         words = {word for name in methods for word in known[name].reveals.values()}
         reveal = tuple(word for word in DISCLOSURES if word in words or word in self.reveal)
         algorithms = tuple(dict.fromkeys([*(self.algorithms or ()), *methods]))
-        return dataclasses.replace(self, reveal=reveal, algorithms=algorithms)
+        own = [known[name]().own_model(1) for name in methods]
+        needed = [description(one)["model"] for one in own if one is not None]
+        models = None if self.models is None else tuple(dict.fromkeys([*self.models, *needed]))
+        return dataclasses.replace(self, reveal=reveal, algorithms=algorithms, models=models)
 
     @classmethod
     def read(cls, path: Path) -> Policy:

@@ -140,7 +140,7 @@ class Live:
         JobRequest(
             out=str(self.folder.path / "runs" / name),
             algorithm={"name": algorithm.name, "settings": algorithm.settings()},
-            plan={"rounds": rounds, "select": "last", **every},
+            plan={"rounds": rounds, "select": "last", "aggregate": "mean", **every},
             nodes={node: self.folder.nodes[node] for node in nodes},
             **{"roles": self.roles.to_json(), "deadline": 20.0, "patience": PATIENCE, **more},
         ).write(job)
