@@ -55,6 +55,21 @@ def require(told: Any) -> None:
         levels = target.get("levels")
         if not isinstance(levels, list) or not levels or not _plain(levels, min(MOST_LEVELS, sum(rows))):
             raise WireError("malformed classes of the target")
+    _require_words(told)
+
+
+def _require_words(told: Mapping[str, Any]) -> None:
+    """Raise `WireError` for levels, missing columns or fixed encodings that no node has."""
+    levels, missing, fixed = told.get("levels", {}), told.get("missing", []), told.get("fixed", {})
+    if not isinstance(levels, dict) or not all(
+        isinstance(some, list) and _plain(some, MOST_LEVELS) for some in levels.values()
+    ):
+        raise WireError("malformed levels of columns")
+    if not _texts(missing) or not isinstance(fixed, dict):
+        raise WireError("malformed description of its columns")
+    for pair in fixed.values():
+        if not isinstance(pair, list) or len(pair) != 2 or not all(_is_number(part) for part in pair):
+            raise WireError("malformed encoding of a column")
 
 
 def agreed(
@@ -242,6 +257,10 @@ def _texts(value: Any) -> bool:
 
 def _plain(names: list[Any], most: int) -> bool:
     return len(names) <= most and _texts(names) and len(set(names)) == len(names)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _is_size(size: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie._core.errors import DataError
 from coterie.data import column_types as columns
+from coterie.data import federated
 from coterie.data.client_sums import ClientSums
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.federated import Roles
@@ -98,6 +99,36 @@ def statistics(policy: Policy, sums: Statistics, train: polars.DataFrame) -> Sta
         enough(sums.target) if sums.target.count else sums.target,
         _by_client(policy, sums),
     )
+
+
+def in_words(policy: Policy, told: dict[str, Any], rows: polars.DataFrame, roles: Roles) -> dict[str, Any]:
+    """Return a description for a run with secure sums: how columns are read and which levels they have, no counts.
+
+    Identifiers and free text are "unsupported", whatever other nodes think of them.
+    """
+    found, levels = {}, {}
+    for one in federated.readings(rows, roles):
+        format = {one.format: 1} if one.format else {}
+        if one.kind in ("number", "date"):
+            found[one.column] = ColumnFacts("category" if format else "numeric", 1, formats=format)
+        elif one.kind == "category":
+            found[one.column] = ColumnFacts("category", 1)
+            levels[one.column] = sorted(common_levels(policy, rows[one.column]))
+        else:
+            found[one.column] = ColumnFacts("empty" if one.kind == "empty" else "unsupported")
+    kinds = [
+        [name, "unsupported" if found[name].kind == "unsupported" else kind] for name, kind in told["columns"]
+    ]
+    fixed = {name: value for name, value in policy.encoding.items() if name not in levels}
+    return {
+        **told,
+        "columns": kinds,
+        "facts": {name: one.to_json() for name, one in found.items()},
+        "levels": levels
+        | {name: list(map(str, policy.encoding[name])) for name in levels if name in policy.encoding},
+        "missing": [name for name in found if rows[name].null_count()],
+        "fixed": {name: [float(part) for part in value] for name, value in fixed.items()},
+    }
 
 
 def _by_client(policy: Policy, sums: Statistics) -> ClientSums:

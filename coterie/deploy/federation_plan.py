@@ -18,14 +18,16 @@ from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, Statistics
 from coterie.data.split import split_sizes
 from coterie.data.table_source import TableSource
-from coterie.deploy import descriptions, wire
+from coterie.deploy import descriptions, secure_statistics, wire
 from coterie.deploy.answers import explain
 from coterie.deploy.remote import PATIENCE, Place, RemoteRuntime, Setup
+from coterie.deploy.secure_sums import SumCaller
 from coterie.deploy.transport import Envelope, Late, NodeCaller
 from coterie.engine.build import encode_clusters
 from coterie.engine.federation import Federation
 from coterie.engine.from_table import SPLIT, default_model, encoded
 from coterie.engine.privacy import Privacy
+from coterie.engine.private_statistics import SHARE
 from coterie.models.description import description, from_description
 from coterie.train.predict import fitted_to
 
@@ -50,6 +52,10 @@ class RunRequest:
         Description of the model to train, if it is not linear.
     proposal : dict or None
         The algorithm, its settings and the rounds, which owners of nodes see before they approve a run.
+    secure : bool
+        Add the statistics of nodes up under masks.
+    privacy : dict or None
+        The budget of the run, of which the statistics take a share.
     """
 
     roles: Roles
@@ -58,6 +64,8 @@ class RunRequest:
     l2: float | None = None
     model: dict[str, Any] | None = None
     proposal: dict[str, Any] | None = None
+    secure: bool = False
+    privacy: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,9 @@ def survey(
 
 def greeting(run: str, request: RunRequest) -> dict[str, Any]:
     """Return the header of the first message of a run: what it will do, for nodes whose owners approve runs."""
-    header = {"kind": "hello", "run": run, "roles": request.roles.to_json()}
+    header: dict[str, Any] = {"kind": "hello", "run": run, "roles": request.roles.to_json()}
+    if request.secure or request.privacy is not None:
+        header["secure"] = True
     return header if request.proposal is None else {**header, "proposal": request.proposal}
 
 
@@ -243,8 +253,14 @@ def connect(
             rows[split][ids] = count
     if not any(place.here for place in remote.places):
         raise RunError("no node could open this run; the notes above say why")
+    paid = (
+        {}
+        if request.privacy is None
+        else {"paid": [SHARE * request.privacy[part] for part in ("epsilon", "delta")]}
+    )
     options = {
         **request.roles.to_json(),
+        **paid,
         "drop": list(request.roles.drop),
         "split": list(request.split),
         FEDERATED: True,
@@ -320,6 +336,15 @@ def _sums(
         "spec": {**dataclasses.asdict(spec), "warnings": []},
     }
     envelopes = {name: (header, {"ids": torch.tensor(ids[name])}) for name in told}
+    if request.secure or request.privacy is not None:
+        privacy = None if request.privacy is None else Privacy(**request.privacy)
+        sizes = [
+            split_sizes(torch.tensor(one["rows"]), request.split)["train"].sum() for one in told.values()
+        ]
+        sums = SumCaller(caller, run, request.secure)
+        found, doubts = secure_statistics.collect(sums, told, envelopes, int(sum(sizes)), spec, privacy)
+        spec.warnings.extend(doubts)
+        return found
     parts: dict[str, Statistics] = {}
     for name, envelope in sorted(caller.ask(envelopes, max(caller.deadline, PATIENCE)).items()):
         try:

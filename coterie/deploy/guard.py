@@ -32,6 +32,7 @@ MOST_LEVELS = 10_000  # levels of one column in an encoding
 MOST_CALLS = 1000  # in one round; round and call decide which rows are in a minibatch
 RUN = re.compile(r"[a-z0-9]{8,64}")
 SPLITS = ("train", "validation", "test")
+STEPS = ("histogram", "moments")  # of secure statistics
 
 
 class Refusal(CoterieError):
@@ -194,7 +195,7 @@ class Guard:
         if entry.get("numbering"):
             self.numberings.add(str(entry["numbering"]))
         if entry.get("question"):
-            self.questions[run] = str(entry["question"])
+            self.questions[f"{run} {str(entry['question']).partition(' ')[0]}"] = str(entry["question"])
 
     def _require_bounded(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         most = self.policy.largest_number
@@ -236,8 +237,14 @@ class Guard:
         self._require_spec(header["spec"])
         if not run:
             raise Refusal("policy: statistics are answered for a run")
-        digest = _digest([header["spec"], tensors["ids"].tolist()])
-        if self.questions.get(run, digest) != digest:
+        about = header.get("about")
+        step = "all" if about is None else str(about["step"])
+        if step not in ("all", *STEPS):
+            raise Refusal("there are no such statistics")
+        if self.policy.secure and (about is None or about["secure"] is not True):
+            raise Refusal("policy: statistics leave in secure sums only; start the run with --secure")
+        digest = f"{step} {_digest([header['spec'], tensors['ids'].tolist(), about])}"
+        if self.questions.get(f"{run} {step}", digest) != digest:
             raise Refusal("policy: statistics are answered once per run")
         return digest
 

@@ -113,6 +113,8 @@ def work(job: Path, transport: Transport) -> None:
         reporter.state("gathering")
         log = AuditLog(job / audit.FILE, sync=False)
         caller = NodeCaller(transport, request.deadline, reporter.note)
+        authority = job.parents[1] / "server" / keys.CA_CERTIFICATE
+        caller.authority = authority.read_text(encoding="ascii") if authority.exists() else None
         caller.audit = lambda node, entry: _write(log, node, entry)
         _work(job, request, reporter, caller)
     except CoterieError as problem:
@@ -131,7 +133,7 @@ def _write(log: AuditLog, node: str, entry: dict[str, Any]) -> None:
 def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller) -> None:
     algorithm = make(request.algorithm["name"], **request.algorithm["settings"])
     out = Path(request.out)
-    known = job / "plan.json"
+    known, privacy = job / "plan.json", from_plan(request.plan)
     if known.exists():
         plan = FederationPlan.from_json(files.read_json(known))
     else:
@@ -139,12 +141,19 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         model = None if own is None else description(own)
         proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
         roles = Roles.from_json(request.roles)
-        wishes = RunRequest(roles, request.seed, l2=request.l2, model=model, proposal=proposal)
+        wishes = RunRequest(
+            roles,
+            request.seed,
+            l2=request.l2,
+            model=model,
+            proposal=proposal,
+            secure=request.secure,
+            privacy=None if privacy is None else privacy.to_json(),
+        )
         plan = survey(caller, request.nodes, wishes, request.run, request.patience)
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:
         reporter.note(warning)
-    privacy = from_plan(request.plan)
     fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():

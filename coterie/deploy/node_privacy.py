@@ -19,6 +19,7 @@ from coterie._core import files
 from coterie.algorithms import Algorithm
 from coterie.deploy.guard import Refusal
 from coterie.deploy.keys import write_private
+from coterie.deploy.secure_statistics import rest
 from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.noise import Noise, fingerprint
@@ -68,7 +69,7 @@ class NodePrivacy:
             return None
         given = dict(setup["privacy"])
         clients = int(given.pop("clients"))
-        return cls(folder, Privacy(**given), clients, runtime, algorithm)
+        return cls(folder, rest(Privacy(**given), folder), clients, runtime, algorithm)
 
     @contextmanager
     def paying(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[None]:

@@ -29,7 +29,7 @@ from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
 from coterie.data.table_spec import TableSpec
-from coterie.deploy import disclosure, messages, wire
+from coterie.deploy import disclosure, messages, secure_statistics, wire
 from coterie.deploy.audit import AuditError, AuditLog
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.deploy.guard import RUN, Guard, Pending, Refusal
@@ -176,16 +176,29 @@ class NodeService:
         roles = Roles.from_json(header["roles"])
         told = federated.describe(self.rows(roles), roles, self.source_name)
         told = disclosure.facts(self.policy, told)
+        if header.get("secure") or self.policy.secure:
+            told = disclosure.in_words(self.policy, told, self.rows(roles), roles)
         run = header.get("run")
         knows = isinstance(run, str) and (run in self.runs or (self._folder(run) / SETUP).exists())
         return {"told": told, "knows": knows, "coterie": coterie.__version__}, {}
 
     def statistics(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Return sums over the training rows, for the shared encoding."""
+        import polars as pl
+
         roles, spec = Roles.from_json(header["roles"]), _spec(header["spec"])
         frame, _, counts = tables.by_client(self.rows(roles), roles.client)
         part = split_rows(torch.tensor(counts), _fractions(header["split"]), header["seed"], tensors["ids"])
         frame = _with_columns(frame, spec, self.source_name)
+        if "about" in header:
+            about = header["about"]
+            if set(about["columns"]) | set(about.get("centres", ())) > {*spec.numeric, spec.target}:
+                raise Refusal("statistics of columns that the run does not use")
+            folder = self._folder(str(header.get("run")))
+            masks, train = self.masks_of(str(header.get("run"))), frame[part.train.order.numpy()]
+            hidden = [name for name in self.policy.encoding if name in train.columns]
+            train = train.with_columns(pl.lit(None).alias(name) for name in hidden)
+            return secure_statistics.answer(header, train, roles.client, folder, masks)
         sums = local_statistics(frame[part.train.order.numpy()], spec)
         sums = disclosure.statistics(self.policy, sums, frame[part.train.order.numpy()])
         return {"statistics": federated.statistics_to_json(sums)}, {}

@@ -21,18 +21,19 @@ from coterie._core.errors import NobodyAnswered, SettingError
 from coterie.deploy import secure_aggregation as secure
 from coterie.deploy import wire
 from coterie.deploy.guard import Refusal
+from coterie.deploy.identity import Identity
 from coterie.deploy.messages import under
 from coterie.deploy.transport import Envelope, NodeCaller
 from coterie.engine.protocol import Call, FederatedAlgorithm
 from coterie.engine.sums import Clients, SumRequest, Total
 
 if TYPE_CHECKING:
-    from coterie.deploy.identity import Identity
     from coterie.deploy.node_privacy import NodePrivacy
     from coterie.engine.local_runtime import LocalRuntime
 
 KINDS = ("sum_keys", "sum_shares", "unmask")  # beside "sum"
 MOST = 1 << 31  # numbers along one axis of an answer
+ATTEMPTS = 3  # to exchange keys while nodes vanish
 SLOTS = 16  # sums that nodes prepare for at once
 NODES_IN_A_CLUSTER = 2  # below which the sum of a cluster would be one node's answer
 
@@ -264,48 +265,106 @@ class SumCaller:
         shape = next(iter(came.values()))[0]
         if self.secure:
             whole = self._unmasked(slot, parts, about, call.phase)
-            flat = secure.decode(whole, secure.fraction_bits(about["weight"]))
-            if float(flat.abs().max() if len(flat) else 0) > 2**secure.MAGNITUDE * max(1.0, about["weight"]):
-                self.caller.note(
-                    f"{call.phase}: a node added numbers that are too large; the sum is not used"
-                )
-                raise NobodyAnswered(f"{call.phase}: the sum is larger than honest answers can be")
+            flat = self._decoded(whole, about, call.phase)
         else:
             flat = torch.stack(list(parts.values())).sum(0)
         present = torch.cat([ids[name] for name in parts])
         return _split(flat, shape, request, present, rows)
+
+    def vector(
+        self, about: Mapping[str, Any], envelopes: Mapping[str, Envelope], length: int
+    ) -> tuple[Tensor, list[str]]:
+        """Return the sum of vectors that nodes answer a message with, and the nodes that are in it.
+
+        Parameters
+        ----------
+        about
+            What nodes must agree on; its `weight` bounds the numbers.
+        envelopes
+            The message for each node, without what it is about.
+        length
+            How many numbers a vector has.
+
+        Raises
+        ------
+        NobodyAnswered
+            Too few nodes are left to add anything up.
+        """
+        names = self._prepared(sorted(envelopes)) if self.secure else sorted(envelopes)
+        slot, self._next = self._next, self._next + 1
+        asked: dict[str, Envelope] = {
+            name: (
+                {**envelopes[name][0], "about": about, "slot": slot, "sealed": self._sealed.pop(name, {})},
+                envelopes[name][1],
+            )
+            for name in names
+        }
+        kind, came = torch.int64 if self.secure else torch.float64, {}
+        for name, (_, tensors) in self._fine(self.caller.ask(asked)).items():
+            values = tensors.get("total")
+            if values is None or values.dtype != kind or values.shape != (length,) or not _finite(values):
+                self.caller.note(f"{name} is left out of a sum: malformed values")
+                continue
+            came[name] = values
+        self._require(came, "statistics")
+        if not self.secure:
+            return torch.stack(list(came.values())).sum(0), list(came)
+        return self._decoded(self._unmasked(slot, came, about, "statistics"), about, "statistics"), list(came)
+
+    def _decoded(self, whole: Tensor, about: Mapping[str, Any], what: str) -> Tensor:
+        """Return the numbers of a sum; raise `NobodyAnswered` if honest nodes cannot have added them."""
+        flat = secure.decode(whole, secure.fraction_bits(about["weight"]))
+        if float(flat.abs().max() if len(flat) else 0) > 2**secure.MAGNITUDE * max(1.0, about["weight"]):
+            self.caller.note(f"{what}: a node added numbers that are too large; the sum is not used")
+            raise NobodyAnswered(f"{what}: the sum is larger than honest answers can be")
+        return flat
 
     def _prepared(self, names: list[str]) -> list[str]:
         """Return the nodes that have keys and each other's shares for the next sum; make new ones if need be."""
         if set(names) == set(self._roster) and self._next < self._slots:
             return names
         slots = SLOTS if not self._roster or set(names) == set(self._roster) else 1
-        asked: dict[str, Envelope] = {
-            name: ({"kind": "sum_keys", "run": self.run, "node": name, "slots": slots}, {}) for name in names
-        }
-        roster: dict[str, Any] = {
-            name: reply[0].get("keys")
-            for name, reply in self._fine(self.caller.ask(asked)).items()
-            if _are_keys(reply[0].get("keys"), slots)
-        }
-        self._roster = {}
-        self._require(roster, "exchange of keys")
-        told: dict[str, Envelope] = {
-            name: ({"kind": "sum_shares", "run": self.run, "roster": roster}, {}) for name in roster
-        }
-        sent: dict[str, dict[str, Any]] = {
-            name: reply[0]["shares"]
-            for name, reply in self._fine(self.caller.ask(told)).items()
-            if isinstance(reply[0].get("shares"), dict)
-        }
-        self._require(sent, "exchange of shares")
+        for _ in range(ATTEMPTS):
+            roster = self._keys(names, slots)
+            told: dict[str, Envelope] = {
+                name: ({"kind": "sum_shares", "run": self.run, "roster": roster}, {}) for name in roster
+            }
+            sent: dict[str, dict[str, Any]] = {
+                name: reply[0]["shares"]
+                for name, reply in self._fine(self.caller.ask(told)).items()
+                if isinstance(reply[0].get("shares"), dict)
+            }
+            self._require(sent, "exchange of shares")
+            names = sorted(sent)
+            if len(sent) == len(roster):
+                break
         self._roster = {name: keys_only(keys) for name, keys in roster.items()}
         self._slots, self._next = slots, 0
         self._sealed = {
             name: {owner: str(shares[name]) for owner, shares in sent.items() if name in shares}
             for name in sent
         }
-        return sorted(sent)
+        return names
+
+    def _keys(self, names: Sequence[str], slots: int) -> dict[str, Any]:
+        """Return the keys of the nodes that sent some, signed if the federation has an authority."""
+        asked: dict[str, Envelope] = {
+            name: ({"kind": "sum_keys", "run": self.run, "node": name, "slots": slots}, {}) for name in names
+        }
+        self._roster, roster = {}, {}
+        for name, reply in self._fine(self.caller.ask(asked)).items():
+            keys: Any = reply[0].get("keys")
+            try:
+                if not _are_keys(keys, slots):
+                    raise wire.WireError("malformed keys")
+                if self.caller.authority is not None:
+                    known = Identity(None, "", self.caller.authority)
+                    known.require(name, _signed(self.run, name, keys_only(keys)), keys)
+                roster[name] = keys
+            except wire.WireError as problem:
+                self.caller.note(f"{name} is left out of a sum: {problem}")
+        self._require(roster, "exchange of keys")
+        return roster
 
     def _about(
         self, call: Call, ids: Mapping[str, Tensor], rows: Tensor, request: SumRequest
@@ -439,6 +498,10 @@ def _check_groups(about: Mapping[str, Any], own: Tensor) -> None:
         raise SettingError(
             f"cluster {alone[0]} is on one node alone, so that its sum would be that node's answer; leave out --secure"
         )
+
+
+def _finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(values.isfinite().all())
 
 
 def _are_keys(keys: Any, slots: int) -> bool:

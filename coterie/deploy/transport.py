@@ -48,6 +48,8 @@ class NodeCaller:
         Nodes that are not waited for.
     audit : callable
         Receives, for every answer, the node and what the server's log keeps of it.
+    authority : str or None
+        Certificate of the federation's authority, as PEM, by which nodes sign their keys for secure sums.
     """
 
     transport: Transport
@@ -55,6 +57,7 @@ class NodeCaller:
     note: Callable[[str], None] = field(default=lambda text: None)
     away: set[str] = field(default_factory=set)  # nodes that are not waited for
     audit: Callable[[str, dict[str, Any]], None] = field(default=lambda node, entry: None)
+    authority: str | None = None
 
     def ask(
         self, envelopes: Mapping[str, Envelope], deadline: float | None = None

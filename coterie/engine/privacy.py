@@ -61,6 +61,10 @@ class Privacy:
     clip: float = CLIP
     rounds: int = 0
 
+    def after(self, share: float) -> Privacy:
+        """Return what is left after a share of the budget was spent."""
+        return replace(self, epsilon=self.epsilon * (1 - share), delta=self.delta * (1 - share))
+
     def __post_init__(self) -> None:
         accounting.check(self.epsilon, self.delta)
         if self.unit not in UNITS:

@@ -58,7 +58,7 @@ def noisy_statistics(
         return exact, []
     weights = np.ones(frame.height)
     if settings.unit == "client":
-        weights = _one_in_each(columns.labels(frame[client]))
+        weights = one_in_each(columns.labels(frame[client]))
     scale = math.sqrt(len(names)) * accounting.noise_for(SHARE * settings.epsilon, SHARE * settings.delta, 1)
     found, warnings = {}, []
     for name in names:
@@ -111,7 +111,7 @@ def moments_of(counts: Histogram, missing: int) -> Moments | None:
     return Moments(count, mean, variance * count, missing)
 
 
-def _one_in_each(label: polars.Series) -> Histogram:
+def one_in_each(label: polars.Series) -> Histogram:
     """Return weights that sum to one over the rows of each client."""
     _, place, size = np.unique(label.to_numpy().astype(str), return_inverse=True, return_counts=True)
     weights: Histogram = 1.0 / size[place]
