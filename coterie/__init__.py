@@ -34,6 +34,7 @@ _HOME = {
     "compare": "coterie.select.compare",
     "advise": "coterie.select.advise",
     "check_algorithm": "coterie.conformance",
+    "Privacy": "coterie.engine.privacy",
     "CoterieError": "coterie._core.errors",
 }
 _MODULES = ("algorithms", "data", "metrics", "models", "theory", "report")

@@ -35,6 +35,7 @@ COMMANDS = (
     "compare",
     "fit",
     "plan",
+    "privacy",
     "tune",
     "resume",
     "predict",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
 from coterie.engine import fast_forward
 from coterie.engine.client import Client
@@ -67,6 +67,12 @@ class AsyncL2GD(Finder):
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "measure": "aggregate",
+        "share": "personal",
+        "pull_all": "nothing",
+        "pull_inside": "nothing",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -250,11 +256,11 @@ class AsyncL2GD(Finder):
         client.keep.done = torch.zeros_like(client.size)
 
     def share(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        client.keep.model = self.catch_up(client, steps, rate)
+        client.keep.model = self._catch_up(client, steps, rate)
         client.keep.done = steps
         return client.keep.model
 
-    def catch_up(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
+    def _catch_up(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
         """Take the local steps due since the last call."""
         x, owed, pace = client.keep.model, steps - client.keep.done, self.lr * rate
         common = int(owed.min())
@@ -284,7 +290,7 @@ class AsyncL2GD(Finder):
         client.keep.model = x - self.lr * pull * (x - inside)
 
     def deploy(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        return self.catch_up(client, steps, rate)
+        return self._catch_up(client, steps, rate)
 
     def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, self._pace(fed, s, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from torch import Tensor
 
@@ -16,6 +16,17 @@ from coterie.engine.calls import arguments
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models.base import Model
+
+Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
+Reveals = dict[str, Disclosure]
+DISCLOSURES: dict[Disclosure, str] = {
+    "nothing": "sends nothing",
+    "aggregate": "sends a few numbers about all training rows, such as a loss or a curvature",
+    "gradient": "sends a gradient (or Hessian) at a point that the server names",
+    "model": "sends a shared model after training it on its rows",
+    "personal": "sends its personal model, or steps from which the server can follow it",
+    "values": "sends values of single rows, or sums over so few rows that they can be told apart",
+}
 
 
 def setting(
@@ -75,7 +86,9 @@ class Algorithm:
 
     Write `start` and `round` for the server, phases for the clients, and `deploy` for the model that a client uses. A
     phase is a method `(self, client, ...)` that `round` runs on clients with `fed.map`. A method
-    `begin(self, client, <state fields by name>)`, if there is one, runs once on every client before its first phase.
+    `begin(self, client, <state fields by name>)`, if there is one, runs once on every client before its first phase and
+    sends nothing. `reveals` says of every other phase what it sends, in the words of `DISCLOSURES`; a node runs no
+    phase that is not in it, and its policy can forbid a word.
 
     Parameters
     ----------
@@ -92,6 +105,7 @@ class Algorithm:
     >>> @dataclass(frozen=True)
     ... class GradientDescent(Algorithm):
     ...     '''x <- x - lr mean_i grad f_i(x) (Cauchy, 1847).'''
+    ...     reveals = {"gradient": "gradient"}
     ...     lr: float = setting(0.1, "step size", above=0)
     ...     def start(self, fed):
     ...         return State(x=fed.initial_model())
@@ -111,7 +125,11 @@ class Algorithm:
     batch: int = setting(32, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     name: ClassVar[str] = ""
+    reveals: ClassVar[Reveals] = {}
+    optional: ClassVar[frozenset[str]] = frozenset()  # phases that some settings or commands do without
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
+    starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
+    stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

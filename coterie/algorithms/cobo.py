@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import PEERS
@@ -123,6 +123,14 @@ class CoBo(Algorithm):
     )
     neighbours: int = setting(20, "candidates of each client if there are more than 300", low=1)
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = {
+        "curvature": "aggregate",
+        "probe": "gradient",
+        "agree": "gradient",
+        "agree_with_noise": "gradient",
+        "slope": "personal",
+        "descend": "personal",
+    }
 
     def start(self, fed: Federation) -> State:
         lr, rho, curvature = self._steps(fed)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import Algorithm, Reveals
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.models.blocks import first_rows
@@ -41,6 +42,8 @@ class Finder(Algorithm):
     """
 
     name = ""
+    reveals: ClassVar[Reveals] = {"fit_alone": "personal", "try_shared": "aggregate"}
+    optional: ClassVar[frozenset[str]] = frozenset(reveals)
 
     @property
     def fit_steps(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.algorithms.mixing import Alpha, best_alpha, local_minimiser, read_alpha
 from coterie.engine.client import Client
 from coterie.engine.compressors import compressor
@@ -95,6 +95,16 @@ class FLIX(Algorithm):
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     theory_example: ClassVar[dict[str, Any]] = {"alpha": 0.6, "solver": "diana", "compressor": "rand-2"}
+    reveals: ClassVar[Reveals] = {
+        "constants": "aggregate",
+        "local_model": "personal",
+        "rest": "nothing",
+        "slope": "gradient",
+        "shifts": "gradient",
+        "shifted_slope": "gradient",
+        "descend": "model",
+        "settle": "nothing",
+    }
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alpha", read_alpha(self.alpha))

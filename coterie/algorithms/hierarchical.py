@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
@@ -99,6 +99,16 @@ class Hierarchical(MarginalEffects, Finder):
         "use the known clusters, one cluster of all clients, or clusters that are found first",
         options=("known", "one", "found"),
     )
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "train": "model",
+        "curve": "gradient",
+        "place": "nothing",
+        "judge": "aggregate",
+        "contribute": "gradient",
+        "follow": "nothing",
+        "join": "personal",
+    }
+    optional: ClassVar[frozenset[str]] = Finder.optional | {"join"}
 
     def start(self, fed: Federation) -> State:
         found = self.use_found(fed) if self.grouping == "found" else {}

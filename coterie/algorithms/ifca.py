@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.optimizers import OPTIMIZERS
-from coterie.engine.replies import Replies
+from coterie.engine.replies import UNNAMED, Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality
 
@@ -69,6 +69,12 @@ class Ifca(Finder):
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "train": "model",
+        "explore": "model",
+        "weigh": "aggregate",
+        "improve": "model",
+    }
 
     def start(self, fed: Federation) -> State:
         if not self.clusters:
@@ -91,10 +97,13 @@ class Ifca(Finder):
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
         if s.models.dim() == 2:
-            models, labels = self._averaged(s.models, s.labels, r, r["update"], r["choice"])
-            return State(models=models, labels=labels, tried=s.tried)
+            models = self._averaged(s.models, r, "update", "choice")
+            return State(models=models, labels=self._labelled(s.models, s.labels, r, "choice"), tried=s.tried)
         sets = [
-            self._averaged(s.models[k], s.labels, r, r["update"][:, k], r["choice"][:, k : k + 1])
+            (
+                self._averaged(s.models[k], r, f"update{k}", f"choice{k}"),
+                self._labelled(s.models[k], s.labels, r, f"choice{k}"),
+            )
             for k in range(self.restarts)
         ]
         if s.tried + 1 < self.trial:
@@ -110,8 +119,8 @@ class Ifca(Finder):
         """Choose and train a model of each set."""
         chosen = [self._chosen(client, models[..., k, :, :], self.judge) for k in range(self.restarts)]
         return {
-            "update": torch.stack([self._update(client, x) for x, _, _ in chosen], -2),
-            "choice": torch.cat([choice for _, choice, _ in chosen], -1),
+            **{f"update{k}": self._update(client, x) for k, (x, _, _) in enumerate(chosen)},
+            **{f"choice{k}": choice for k, (_, choice, _) in enumerate(chosen)},
             "loss": torch.cat([loss for _, _, loss in chosen], -1),
         }
 
@@ -126,8 +135,7 @@ class Ifca(Finder):
         r = fed.map(self.improve, each={"x": s.models[labels[asked]]}, to=asked)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
-        models, _ = self._averaged(s.models, labels, r, r.values, labels[r.ids].unsqueeze(-1))
-        return State(models=models, labels=labels, tried=s.tried + 1)
+        return State(models=self._averaged(s.models, r, UNNAMED, labels), labels=labels, tried=s.tried + 1)
 
     def _offered(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
         """Return labels after every model of several clients was offered to all clients that are not alone."""
@@ -196,20 +204,22 @@ class Ifca(Finder):
             return client.grad(x)
         return client.sgd(x, self.lr, self.steps)
 
-    def _averaged(
-        self, models: Tensor, labels: Tensor, r: Replies, update: Tensor, choice: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return new models and labels from the answers; a choice outside 0..clusters-1 is ignored."""
-        picked = choice.squeeze(-1).round().long()
-        member = picked == torch.arange(len(models), device=models.device).unsqueeze(1)
-        member = member.to(update.dtype) * (r.weights.T if self.weighting == "size" else 1.0)
-        count = member.sum(1, keepdim=True)
-        total = member @ update
+    def _averaged(self, models: Tensor, r: Replies, name: str, by: Tensor | str) -> Tensor:
+        """Return new models from the answers; a choice outside 0..clusters-1 is ignored."""
+        uniform = self.weighting != "size"
         if self.average == "gradient":
-            all_of = float(r.weights.sum()) if self.weighting == "size" else len(r)
-            divisor = torch.where(count > 0, count, 1.0) if self.divide == "cluster" else all_of
-            after = models - self.lr * total / divisor
-        else:
-            after = torch.where(count > 0, total / torch.where(count > 0, count, 1.0), models)
+            mean = r.mean(name, uniform=uniform, by=by, default=torch.zeros_like(models))
+            if self.divide == "all":
+                share = r.count(by, len(models), uniform=uniform).to(mean.dtype)
+                mean = mean * share / share.sum().clamp(min=1)
+            return models - self.lr * mean
+        return r.mean(name, uniform=uniform, by=by, default=models)
+
+    @staticmethod
+    def _labelled(models: Tensor, labels: Tensor, r: Replies, choice: str) -> Tensor:
+        """Return labels with the clients' own choices, where these are told; one outside 0..clusters-1 is ignored."""
+        if not r.single:
+            return labels
+        picked = r[choice].squeeze(-1).round().long()
         valid = (picked >= 0) & (picked < len(models))
-        return after, labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))
+        return labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))

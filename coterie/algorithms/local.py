@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.optimizers import OPTIMIZERS
@@ -29,6 +30,9 @@ class Local(Algorithm):
     ridge: float = setting(0.0, "strength of the ridge penalty", low=0)
     exact: bool = setting(False, "solve for the minimiser instead of taking steps")
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = {"train": "nothing"}
+
+    stays: ClassVar[frozenset[str]] = frozenset({"begin", "train"})
 
     def start(self, fed: Federation) -> State:
         return State(done=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -32,6 +33,9 @@ class Oracle(Finder):
     )
     clusters: str = setting("known", "use the known clusters, or find them first", options=("known", "found"))
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = Finder.reveals | {"train": "model"}
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         found = self.use_found(fed) if self.clusters == "found" else {}

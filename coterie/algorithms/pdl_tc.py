@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.algorithms.neighbours import around_each, at_each, ball_quality, moved, strangers, theory_steps
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -63,6 +63,14 @@ class PdlTc(Algorithm):
     rho: float = setting(0.0, "spread of a cluster (rule = theory)", low=0)
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
+    reveals: ClassVar[Reveals] = {
+        "train": "personal",
+        "warm": "personal",
+        "own_slope": "personal",
+        "step": "personal",
+        "slope": "gradient",
+        "curvature": "aggregate",
+    }
 
     @classmethod
     def from_theory(cls, fed: Federation, *, lr: float | None = None, **settings: Any) -> Self:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered, SettingError
 from coterie._core.randomness import key
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.neighbours import theory_steps
 from coterie.engine.client import Client
@@ -103,6 +103,13 @@ class PflTc(Finder):
     @property
     def fit_steps(self) -> int:
         return self.warmup
+
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "train": "model",
+        "slope": "gradient",
+        "curvature": "aggregate",
+    }
+    optional: ClassVar[frozenset[str]] = frozenset()
 
     def start(self, fed: Federation) -> State:
         if self.clusters > fed.n:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from coterie.engine.client import Client
-from coterie.engine.replies import UNNAMED, Replies
 from coterie.models.histograms import assign
 from coterie.models.trees import Trees
 
@@ -20,11 +19,6 @@ def trees_of(client: Client) -> Trees:
 def for_all(value: Tensor, client: Client) -> Tensor:
     """Return what was sent to everybody without the axis of clients."""
     return value[0] if client.lead else value
-
-
-def sum_of(replies: Replies, name: str = UNNAMED) -> Tensor:
-    """Return the sum of the answers, by way of their mean: sums are all that the server needs to see."""
-    return replies.mean(name, uniform=True) * len(replies)
 
 
 def target_sums(client: Client) -> Tensor:

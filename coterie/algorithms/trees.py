@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.algorithms.tree_rows import (
     for_all,
     keep_rows,
@@ -17,7 +17,6 @@ from coterie.algorithms.tree_rows import (
     moves,
     pairs_of,
     random_sign,
-    sum_of,
     target_sums,
     trees_of,
 )
@@ -96,6 +95,13 @@ class BoostedTrees(Algorithm):
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
     varying: ClassVar[frozenset[str]] = frozenset({"survey", "histogram"})
+    reveals: ClassVar[Reveals] = {
+        "tally": "aggregate",
+        "survey": "values",
+        "histogram": "values",
+        "plant": "aggregate",
+        "join": "personal",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +122,7 @@ class BoostedTrees(Algorithm):
         balance = torch.ones(classes, dtype=fed.dtype, device=fed.device)
         replies = fed.map(self.tally)
         if len(replies):
-            total = sum_of(replies)
+            total = replies.sum()
             share = total[:-1] / total[-1]
             if self.balance and classes > 1:
                 balance = 1 / (classes * share.clamp(min=1 / total[-1]))
@@ -150,7 +156,7 @@ class BoostedTrees(Algorithm):
         model.parts(x)[1][at] = model.in_units(splits, s.edges)
         model.parts(x)[2][at] = self.lr * values
         pulls[at] = pulls.new_tensor(pull)
-        judged = MEMORY * s.judged + sum_of(replies, "judged") if len(replies) else s.judged
+        judged = MEMORY * s.judged + replies.sum("judged") if len(replies) else s.judged
         s = s.replace(x=x, pulls=pulls, judged=judged, planted=at + 1)
         return self.stopped(model, s, replies)
 
@@ -173,8 +179,8 @@ class BoostedTrees(Algorithm):
                 again = fed.map(self.histogram, splits=splits, nodes=growth.others().to(fed.device))
                 if not len(again):
                     return growth
-                others = sum_of(again).cpu()
-            growth.learn(sum_of(replies).cpu(), others)
+                others = again.sum().cpu()
+            growth.learn(replies.sum().cpu(), others)
             before = replies.ids
         return growth
 
@@ -189,7 +195,7 @@ class BoostedTrees(Algorithm):
     def stopped(self, model: Trees, s: State, replies: Replies) -> State:
         """Return the state with the number of trees to deploy, and whether growth ends."""
         full = s.planted >= model.trees
-        held, rows = sum_of(replies, "held").tolist() if len(replies) else (0.0, 0.0)
+        held, rows = replies.sum("held").tolist() if len(replies) else (0.0, 0.0)
         if not rows or not self.patience:
             return s.replace(best=s.planted if s.lowest == NEVER else s.best, done=full)
         if held / rows < s.lowest:
@@ -207,7 +213,7 @@ class BoostedTrees(Algorithm):
             )
             if not len(replies):
                 break
-            search.learn(sum_of(replies))
+            search.learn(replies.sum())
         return search.edges(model.width)
 
     def tally(self, client: Client) -> Tensor:

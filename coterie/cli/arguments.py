@@ -10,6 +10,7 @@ import typer
 from coterie._core import files
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import bundled
+from coterie.engine.privacy import Privacy
 from coterie.models.table_models import TABLE_MODELS
 
 TableArgument = Annotated[
@@ -94,7 +95,30 @@ RefitOption = Annotated[
         help="after choosing, train again on 'validation' (with training rows; the default) or 'all' rows, or 'none'",
     ),
 ]
+AggregateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        help="how answers are averaged: mean, clip, median, trimmed, geometric-median; limits cap and screen",
+    ),
+]
+EpsilonOption = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="differential privacy: noise so that the whole run costs at most this"),
+]
+DeltaOption = Annotated[
+    float, typer.Option(metavar="X", help="differential privacy: probability left out of the guarantee")
+]
+UnitOption = Annotated[
+    str,
+    typer.Option(metavar="WHAT", help="what --epsilon protects: a 'client' with all its rows, or a 'row'"),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
+
+
+def privacy_of(epsilon: float | None, delta: float, unit: str) -> Privacy | None:
+    """Return what a run may cost, or None without --epsilon."""
+    return None if epsilon is None else Privacy(epsilon, delta, unit)
 
 
 def find_table(table: str) -> str | Path:

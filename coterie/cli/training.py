@@ -15,10 +15,13 @@ from coterie._core.errors import SettingError
 from coterie.algorithms import from_the_theory, make
 from coterie.cli import console
 from coterie.cli.arguments import (
+    AggregateOption,
     ClientOption,
     ClusterOption,
+    DeltaOption,
     DeviceOption,
     DropOption,
+    EpsilonOption,
     FoldsOption,
     JsonOption,
     KeepOption,
@@ -35,10 +38,12 @@ from coterie.cli.arguments import (
     TableArgument,
     TargetOption,
     TaskOption,
+    UnitOption,
     assignments,
     find_table,
     method_for,
     named_assignments,
+    privacy_of,
     require_place,
     shares,
     truth,
@@ -174,6 +179,10 @@ def fit(
         typer.Option(metavar="X", help="flix: stop once the loss is proved to be this close to its minimum"),
     ] = None,
     l2: L2Option = None,
+    aggregate: AggregateOption = None,
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = 1e-5,
+    unit: UnitOption = "client",
     state_memory: StateMemoryOption = None,
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
@@ -190,6 +199,7 @@ def fit(
     if budget_mb is not None and refit not in (None, "none"):
         raise SettingError("--budget-mb is for one training, and --refit trains again; leave one of them out")
     require_place(json)
+    privacy = privacy_of(epsilon, delta, unit)
     fed = Federation.from_table(
         find_table(table),
         client,
@@ -204,6 +214,7 @@ def fit(
         l2=l2,
         model=(None if isinstance(method, str) else method.own_model(rounds)) or model,
         device=device,
+        privacy=privacy,
     )
     console.notes(fed.table.warnings)
     if from_theory:
@@ -225,8 +236,10 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
-            refit=refit or ("validation" if budget_mb is None else "none"),
+            refit=refit or ("validation" if budget_mb is None and privacy is None else "none"),
             target=accuracy,
+            aggregate=aggregate,
+            privacy=privacy,
         )
     if accuracy is not None:
         console.notes([certified(run, accuracy)])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coterie import models
 from coterie._core import files
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import DISCLOSURES, Algorithm
 from coterie.conformance.runtimes import L2, ROUNDS, RUNTIMES, Open, Options, chunks, federation, maker
 from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
@@ -205,6 +205,20 @@ def ledger_equals_declaration(algorithm: Algorithm) -> None:
         assert (down, up) == expected, f"{phase}: ledger {(down, up)}, declared {expected} for {count} visits"
 
 
+def every_phase_says_what_it_reveals(algorithm: Algorithm) -> None:
+    """Every phase that clients run is in `reveals`, and those that reveal nothing send nothing."""
+    visits: Counter[str] = Counter()
+    run = _run(_watched(visits, algorithm), algorithm)
+    for phase, disclosure in algorithm.reveals.items():
+        assert disclosure in DISCLOSURES, f"{phase} reveals {disclosure!r}: choose one of {list(DISCLOSURES)}"
+        assert callable(getattr(algorithm, phase, None)), f"reveals names {phase!r}, which is no phase"
+    for phase in visits.keys() | algorithm.traffic_of(run.fed.model).keys():
+        if phase not in ("begin", "deploy"):
+            assert phase in algorithm.reveals, f"reveals does not say what phase {phase!r} sends"
+        if algorithm.reveals.get(phase, "nothing") == "nothing":
+            assert not run.fed.ledger.total("floats_up", phase=phase), f"{phase} says nothing, but sends"
+
+
 def documentation_names_its_source(algorithm: Algorithm) -> None:
     """Check that the docstring says what the method does and cites its source, with a year."""
     text = inspect.getdoc(type(algorithm)) or ""
@@ -240,6 +254,7 @@ ALGORITHM_CHECKS: tuple[Callable[[Algorithm], None], ...] = (
     inputs_are_not_changed,
     resumed_files_are_the_same,
     ledger_equals_declaration,
+    every_phase_says_what_it_reveals,
     documentation_names_its_source,
     settings_survive_a_file,
     theory_is_finite,

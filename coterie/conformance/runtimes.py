@@ -26,6 +26,7 @@ from coterie.deploy.loopback import LoopbackRuntime
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.transport import NodeCaller
 from coterie.engine import local_runtime
+from coterie.engine.aggregate import PLAIN
 from coterie.engine.federation import Federation
 from coterie.engine.protocol import Runtime
 from coterie.models.description import description
@@ -171,6 +172,7 @@ def _remote(algorithm: Algorithm, options: Options) -> Iterator[Host]:
         request = RunRequest(Roles("client", "y", cluster="group"), split=options.split, l2=L2, model=model)
         plan = survey(caller, {name: [] for name in nodes}, request, RUN)
         fed = connect(caller, plan, algorithm, options.dropout)
+        fed.aggregate = PLAIN  # as on the other runtimes, not the rule for nodes
         runs = {name: node.runs[RUN] for name, node in nodes.items()}
 
         def personal(run: Run) -> Tensor:

@@ -63,6 +63,11 @@ class ClientSums:
         groups = [""] * len(names) if group is None else group[first].to_list()
         return cls(tuple(names), np.stack(parts, 1), tuple(groups))
 
+    @classmethod
+    def none(cls, columns: int) -> Self:
+        """Return the sums of no client, where what single clients have stays with them."""
+        return cls((), np.zeros((0, columns, len(FIELDS))), ())
+
     def merge(self, other: ClientSums) -> ClientSums:
         """Return the sums of both sets of clients."""
         return ClientSums(

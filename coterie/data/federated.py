@@ -17,6 +17,7 @@ from coterie.data import column_types as columns
 from coterie.data import tables
 from coterie.data.client_sums import ClientSums
 from coterie.data.column_facts import ColumnFacts
+from coterie.data.column_readings import ColumnReading
 from coterie.data.column_readings import read as read_columns
 from coterie.data.statistics import Levels, Moments, Statistics
 from coterie.data.table_spec import TableSpec, spec_of
@@ -147,6 +148,31 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
         "facts": {name: one.to_json() for name, one in facts.items()},
         "target": target,
     }
+
+
+def readings(frame: polars.DataFrame, roles: Roles) -> list[ColumnReading]:
+    """Return how the columns of one node's table are read, by its own rows alone.
+
+    Parameters
+    ----------
+    frame
+        The node's table.
+    roles
+        Which columns the federation uses.
+
+    Returns
+    -------
+    list of ColumnReading
+        One for each feature column.
+    """
+    import polars as pl
+
+    if roles.client not in frame.columns:
+        frame = frame.with_columns(pl.lit("").alias(roles.client))
+    used = {roles.client, roles.target, roles.cluster, *roles.drop}
+    features = [name for name in frame.columns if name not in used]
+    levels = _classes(frame[roles.target], roles, "the table").get("levels", ())
+    return read_columns(tables.all_facts(frame, features, roles.client, roles.target, levels), roles.keep)
 
 
 def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def stack(fed: Federation, algorithm: FederatedAlgorithm) -> Client | None:
     """
     if not fed.runtime.capabilities.fast_forward:
         return None
-    if not fed.all_begun(algorithm) or fed.dropout or fed.byzantine:
+    if not fed.all_begun(algorithm) or fed.dropout or fed.byzantine or not fed.aggregate.plain or fed.privacy:
         return None
     return fed.runtime.stack(algorithm.batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from coterie._core import broadcast, html, randomness
 from coterie._core.errors import SettingError
 from coterie.data.clients import Clients
 from coterie.engine import build
+from coterie.engine.aggregate import ON_NODES, Aggregate
 from coterie.engine.byzantine import Attack, as_attacks, lied
 from coterie.engine.calls import arguments, occurrences, payload
 from coterie.engine.compressors import Compressor, compressor
@@ -19,10 +21,14 @@ from coterie.engine.encoding import Encoded
 from coterie.engine.from_table import from_table
 from coterie.engine.from_texts import from_texts
 from coterie.engine.ledger import INSIDE, Entry, Ledger, weigh
+from coterie.engine.noise import Noise
+from coterie.engine.privacy import ClientPrivacy, NoisyNodes, Privacy, PrivateHeld
 from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Visits
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
+from coterie.engine.sums import Clients as HeldBy
+from coterie.engine.sums import Held, SummedReplies, Total
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 
@@ -65,6 +71,10 @@ class Federation:
         self.texts = texts  # where they are and how they were read, for who wants them again
         self.origin = origin  # how the same clients are built for another model
         self.byzantine = as_attacks(byzantine, self.names)
+        self.aggregate = ON_NODES if runtime.capabilities.models_stay else Aggregate()
+        self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
+        self.noise: Noise | None = None
+        self.promised: Privacy | None = None  # what this run may cost
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -178,7 +188,7 @@ class Federation:
         byzantine: Mapping[Any, Attack | str] | None = None,
     ) -> Federation:
         """Return the same clients and rows with an empty ledger and no state kept."""
-        return Federation(
+        made = Federation(
             self.runtime.fresh(seed),
             model=self.model,
             names=self.names,
@@ -195,6 +205,8 @@ class Federation:
             texts=self.texts,
             origin=self.origin,
         )
+        made.aggregate = self.aggregate
+        return made
 
     def with_model(self, model: Model) -> Federation:
         """Return the same clients, with the same rows in each split, encoded for another model.
@@ -401,13 +413,46 @@ class Federation:
             base = randomness.key(self.seed, "byzantine", self.round, self._calls)
             answer = lied(answer, asked, self.byzantine, base)
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
-        self._meter(kind, phase, link, shared, each, len(asked), answer.named, answer.encoded)
-        named = answer.named
+        told = {} if self.privacy is not None else answer.named  # sums are metered when they are taken
+        self._meter(kind, phase, link, shared, each, len(asked), told, answer.encoded)
+        named, held = answer.named, answer.held
+        if held is not None and self.privacy is not None:
+            held = NoisyNodes(held, self.privacy, replace(call, each=each), asked)
+        elif named and self.privacy is not None and self.noise is not None:
+            rows = self.sizes[asked]
+            place = HeldBy(named, asked, rows, replace(call, each=each), answer.good)
+            held = PrivateHeld(place, self.privacy, self.noise)
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
-        return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+        sizes = self.sizes if asked is self.everyone else self.sizes[asked]
+        if held is not None:
+            return self._summed(algorithm, phase, link, asked, sizes, held)
+
+        def note(far: Tensor) -> None:
+            self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
+
+        return Replies(asked, named, sizes, self.aggregate, note)
+
+    def _summed(
+        self,
+        algorithm: FederatedAlgorithm,
+        phase: str,
+        link: str,
+        asked: Tensor,
+        sizes: Tensor,
+        held: Held,
+    ) -> Replies:
+        """Return replies of which only sums are known; each sum is metered as an answer of every client in it."""
+
+        def meter(total: Total) -> None:
+            kind = "setup" if self.round == 0 else "train"
+            sent = {"": total.values.unsqueeze(0).expand(len(total.ids), *total.values.shape)}
+            self._meter(kind, phase, link, {}, {}, len(total.ids), sent)
+
+        asks = f"{algorithm.name} (phase {phase})"
+        return SummedReplies(asked, {}, sizes, held=held, asks=asks, meter=meter)
 
     def _moved(self, ids: Tensor | None) -> Tensor | None:
         """Return ids on the clients' device, without waiting for the copy."""

@@ -15,6 +15,9 @@ from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
 from coterie.data.table_spec import TableSpec
 from coterie.engine.build import Parts, encode_clusters, from_rows
+from coterie.engine.noise import Noise
+from coterie.engine.privacy import Privacy
+from coterie.engine.private_statistics import SHARE, noisy_statistics
 from coterie.models.base import Model
 from coterie.models.table_models import as_model, table_model
 
@@ -35,6 +38,9 @@ def from_table(
     device: str | None = None,
     loop: bool = False,
     l2: float | None = None,
+    privacy: Privacy | None = None,
+    encoding: str | None = None,
+    paid: Sequence[float] = (),
 ) -> Parts:
     """Make one client of each value of the client column.
 
@@ -70,6 +76,10 @@ def from_table(
     l2
         Ridge penalty of the default model on all its weights, without an intercept, which makes it strongly convex. By
         default it has an intercept and a penalty of 0.001.
+    privacy
+        Fit the encoding to noisy statistics, which cost a fifth of this budget; `fit` spends the rest.
+    encoding, paid
+        An encoding that was fitted before, and the epsilon and delta that it cost, as a run folder records them.
 
     Returns
     -------
@@ -84,9 +94,17 @@ def from_table(
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
-    preprocessor, trained = encoded(
-        spec, local_statistics(frame[training.numpy()], spec), _model(model, spec.task, l2)
-    )
+    rows, untrained = frame[training.numpy()], _model(model, spec.task, l2)
+    if encoding is not None:
+        preprocessor = Preprocessor.from_json(encoding)
+        trained = untrained.with_levels(preprocessor.levels)
+    elif privacy is not None:
+        statistics, doubts = noisy_statistics(rows, spec, client, privacy, Noise())
+        preprocessor, trained = encoded(spec, statistics, untrained)
+        spec.warnings.extend(doubts)
+        encoding, paid = preprocessor.to_json(), (SHARE * privacy.epsilon, SHARE * privacy.delta)
+    else:
+        preprocessor, trained = encoded(spec, local_statistics(rows, spec), untrained)
     clusters, cluster_names = None, None
     if cluster is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()
@@ -100,6 +118,7 @@ def from_table(
         "drop": list(drop),
         **({"keep": list(keep)} if keep else {}),
         "split": list(fractions),
+        **({} if encoding is None else {"encoding": encoding, "paid": list(paid)}),
     }
     return from_rows(
         preprocessor.encode(frame),

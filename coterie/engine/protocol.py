@@ -23,14 +23,18 @@ from coterie.models.metrics import Metric
 if TYPE_CHECKING:
     from coterie.engine.client import Client
     from coterie.engine.federation import Federation
+    from coterie.engine.sums import Held
     from coterie.models.base import Model
 
 
 class FederatedAlgorithm(Protocol):
     """What the engine needs of an algorithm; `coterie.Algorithm` has it.
 
-    Phases are further methods. The engine finds them by name.
+    Phases are further methods. The engine finds them by name. `reveals` says what each of them sends.
     """
+
+    reveals: ClassVar[dict[str, Any]]
+    varying: ClassVar[frozenset[str]]
 
     @property
     def name(self) -> str:
@@ -94,7 +98,7 @@ class Answer:
 
     Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
     other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
-    have lost what they kept and must begin again.
+    have lost what they kept and must begin again. Where only sums leave a node, `held` is where the values are.
     """
 
     named: dict[str, Any]
@@ -103,6 +107,7 @@ class Answer:
     came: Tensor | None = None
     why: dict[int, str] = field(default_factory=dict)
     forgot: Tensor | None = None
+    held: Held | None = None
 
 
 @dataclass(frozen=True)

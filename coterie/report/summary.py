@@ -237,6 +237,10 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
     model = json.loads(data.get("model", "{}")).get("model")
     if model in TABLE_MODELS and model != "linear" and not (alone and model == "trees"):
         parts += ["--model", model]
+    if "aggregate" in plan:
+        parts += ["--aggregate", plan["aggregate"]]
+    if "epsilon" in plan:
+        parts += ["--epsilon", str(plan["epsilon"]), "--delta", str(plan["delta"]), "--unit", plan["unit"]]
     if federation.get("dropout"):
         parts += ["--dropout", str(federation["dropout"])]
     parts += ["--algorithm", "local" if alone else run.algorithm]

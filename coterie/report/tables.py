@@ -15,12 +15,14 @@ from rich.text import Text
 
 from coterie.data.column_types import some
 from coterie.models.metrics import find, main_metric
+from coterie.train import private
 
 if TYPE_CHECKING:
     import polars
 
     from coterie.algorithms.base import Algorithm
     from coterie.select.compare import Comparison
+    from coterie.select.privacy_curve import PrivacyCurve
     from coterie.select.tune import Search
     from coterie.train.adapt import Adapted
     from coterie.train.run import Run
@@ -163,6 +165,23 @@ class _Decimals:
         return text if len(text) <= self.places + 8 else f"{value:{sign}.3g}"
 
 
+def privacy_table(curve: PrivacyCurve) -> Table:
+    """Return a table of a privacy curve: a row per method, a column per epsilon."""
+    prices = list(dict.fromkeys(point.epsilon for point in curve.points))
+    names = list(dict.fromkeys(point.algorithm for point in curve.points))
+    show = _Decimals.for_metric(curve.metric, (point.mean for point in curve.points))
+    found = {(point.algorithm, point.epsilon): show(point.mean) for point in curve.points}
+    shown = [f"epsilon {price:g}" if math.isfinite(price) else "no noise" for price in prices]
+    values = [
+        (title, [found[name, price] for name in names]) for title, price in zip(shown, prices, strict=True)
+    ]
+    title = (
+        f"Mean test {curve.metric} ({direction(curve.metric)}); every {curve.unit} is protected with delta "
+        f"{curve.delta:g}"
+    )
+    return _number_table(title, ("method", names), values, None)
+
+
 def run_table(run: Run, most: int = 20) -> Table:
     """Return a table of the metric of every client's deployed model.
 
@@ -211,6 +230,7 @@ def run_summary(run: Run) -> dict[str, Any]:
         "trained_on": list(run.trained_on),
         "mb_up": run.traffic()[0],
         "mb_down": run.traffic()[1],
+        "privacy": private.report(run.fed),
         "seconds": run.seconds,
         "folder": str(run.folder) if run.folder is not None else None,
     }
@@ -256,6 +276,9 @@ def run_notes(run: Run) -> list[str]:
         notes.append(f"The models were trained again on {rows}; the scores are from before.")
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because no client replied.")
+    cost = private.explain(run.fed)
+    if cost is not None:
+        notes.append(cost)
     seen = _observed(run)
     if seen:
         values = ", ".join(f"{name} {value:.3g}" for name, value in seen.items())

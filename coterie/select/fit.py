@@ -7,7 +7,9 @@ from pathlib import Path
 
 from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm, make
+from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.privacy import Privacy
 from coterie.models.metrics import Metric
 from coterie.select.auto import fit_chosen
 from coterie.select.grid import suited
@@ -34,6 +36,8 @@ def fit(
     metrics: Sequence[str | Metric] = (),
     refit: str | None = None,
     target: float | None = None,
+    aggregate: str | Aggregate | None = None,
+    privacy: Privacy | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -49,10 +53,14 @@ def fit(
     trains the deployed models again, for as many rounds: "validation" on training and validation rows, as "auto" does
     unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before. With a `target`
     training stops as soon as the method proves that its objective is at most that far above the minimum (`flix`).
+    `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
+    `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client.
     """
     if algorithm == "auto":
         if target is not None:
             raise SettingError("auto chooses on validation rows; an accuracy is a target for flix")
+        if aggregate is not None or privacy is not None:
+            raise SettingError("a race takes no aggregate= or privacy=; fit the method it chose with them")
         if track is not None:
             raise SettingError("a race has many runs; fit the method it chose with track= instead")
         return fit_chosen(
@@ -82,4 +90,6 @@ def fit(
         metrics=metrics,
         refit=refit or "none",
         target=target,
+        aggregate=aggregate,
+        privacy=privacy,
     )

@@ -16,6 +16,7 @@ from coterie._core.errors import RunError
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import Entry
 from coterie.engine.state import State
+from coterie.train import private
 from coterie.train.history import History
 
 
@@ -98,6 +99,7 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
         "history": progress.history.index(),
         "ledger": [[*entry, *counts] for entry, counts in fed.ledger.entries.items()],
         "left_out": fed.left_out,
+        "privacy": private.state(fed),
         "decisions": fed.model.measured(),
         "best": [progress.best.round, progress.best.loss if progress.best.round >= 0 else None],
     }
@@ -133,6 +135,7 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     fed.runtime.restore(_under("store.", tensors))
     fed.restore_begun(tensors["begun"])
     fed.model.measured().update(note["decisions"])
+    private.restore(fed, note.get("privacy"))
     fed.left_out = [(int(t), int(k), str(why)) for t, k, why in note["left_out"]]
     for row in note["ledger"]:
         fed.ledger.entries[Entry(*row[:4])] = list(row[4:])

@@ -18,10 +18,12 @@ from coterie._core import broadcast
 from coterie._core.errors import Diverged, NobodyAnswered, RunError, SettingError
 from coterie._core.threads import helped
 from coterie.algorithms import Algorithm, make
+from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.privacy import Privacy
 from coterie.engine.resplit import merged
 from coterie.models.metrics import LOSS, Metric, find, resolve
-from coterie.train import checkpoint
+from coterie.train import checkpoint, private
 from coterie.train.checkpoint import Best, Clock, Progress
 from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
 from coterie.train.divergence import require_convergence
@@ -54,6 +56,8 @@ def fit(
     metrics: Sequence[str | Metric] = (),
     refit: str = "none",
     target: float | None = None,
+    aggregate: str | Aggregate | None = None,
+    privacy: Privacy | None = None,
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -92,6 +96,11 @@ def fit(
         `rounds` is the most it may take.
     state_memory
         Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
+    aggregate
+        How answers of clients are averaged, such as 'median', 'trimmed:0.1' or 'clip,cap'; None takes the plain mean,
+        and on nodes 'screen,cap'.
+    privacy
+        What the run may cost of the clients' privacy; None adds no noise.
 
     Returns
     -------
@@ -116,6 +125,8 @@ def fit(
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
         raise SettingError(f"select is {select!r}; it is 'last' or 'best'")
+    if privacy is not None and refit != "none":
+        raise SettingError("refitting would read the rows again without noise; leave refit out with privacy")
     chosen = None if metric is None else resolve(metric, fed.model.task).name
     further = [resolve(one, fed.model.task) for one in metrics]
     plan = {
@@ -127,6 +138,8 @@ def fit(
         **metric_plan(chosen, further),
         **refit_plan(fed, refit),
         **target_plan(fed, algorithm, target, rounds),
+        **({} if aggregate is None else {"aggregate": str(_rule(aggregate))}),
+        **private.as_plan(privacy),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -135,8 +148,12 @@ def fit(
     _limit_state(fed, state_memory)
     started = time.perf_counter()
     with _threads(fed, algorithm):
+        secret = private.new_secret()
+        _protect(fed, algorithm, plan, secret)
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+        if folder is not None and "epsilon" in plan:
+            private.keep_secret(folder.path, secret)
         if follower is not None:
             follower.begin(fed, algorithm, plan)
             follower.scored(fed, 0, progress.history)
@@ -151,6 +168,17 @@ def fit(
     if follower is not None:
         follower.end(run)
     return run
+
+
+def _rule(given: str | Aggregate) -> Aggregate:
+    return Aggregate.parse(given) if isinstance(given, str) else given
+
+
+def _protect(fed: Federation, algorithm: Algorithm, plan: dict[str, Any], secret: bytes) -> None:
+    """Let a federation average and add noise as the plan says."""
+    if "aggregate" in plan:
+        fed.aggregate = _rule(plan["aggregate"])
+    private.set_up(fed, algorithm, plan, secret)
 
 
 def _further(plan: dict[str, Any]) -> list[Metric]:
@@ -240,6 +268,8 @@ def resume(
     started = time.perf_counter()
     with _threads(fed, algorithm):
         folder.check_same(fed, anyway)
+        secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
+        _protect(fed, algorithm, plan, secret)
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
         progress = progress or _begin(fed, algorithm, plan)
@@ -402,9 +432,8 @@ def _advance(
         if watch is not None:
             watch(t, rounds)
         measured = t == 1 and bool(fed.model.measured())
-        if folder is not None and (
-            measured or clock.due(t) if t < plan["rounds"] else not folder.can_write_tables()
-        ):
+        ends = "epsilon" in plan or (folder is not None and not folder.can_write_tables())
+        if folder is not None and (measured or clock.due(t) if t < plan["rounds"] else ends):
             with clock.saving():
                 checkpoint.save(folder.checkpoints, fed, progress)
 
@@ -455,11 +484,12 @@ def _finish(
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    trained = fed.score(personal, "train", _further(plan))
-    progress.history.add(deployed_round, "train", trained)
-    if plan["select"] == "last":
-        for name in require_convergence(fed, algorithm, trained["loss"], plan["rounds"]):
-            log.warning("%s diverged for client %r: its model is useless", algorithm.name, name)
+    if "epsilon" not in plan:  # else the losses of training rows would leave without noise
+        trained = fed.score(personal, "train", _further(plan))
+        progress.history.add(deployed_round, "train", trained)
+        if plan["select"] == "last":
+            for name in require_convergence(fed, algorithm, trained["loss"], plan["rounds"]):
+                log.warning("%s diverged for client %r: its model is useless", algorithm.name, name)
     run = Run(
         fed=fed,
         algorithm=algorithm,
@@ -550,6 +580,7 @@ def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path
+        private.forget_secret(folder.path)
     if run.left_out or run.lost_rounds:
         log.warning("%d answers left out, %d rounds lost", len(run.left_out), run.lost_rounds)
     log.info("%s: round %d deployed, %.1f s", run.algorithm.name, run.deployed_round, run.seconds)
@@ -573,7 +604,7 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
         return
     progress.history.add(t, "server", algorithm.observe(fed, progress.state))
     if not validated:
-        if not ends:
+        if not ends and "epsilon" not in plan:
             progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
         return
     values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))

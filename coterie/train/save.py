@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie._core import files
 from coterie.engine.state import State
 from coterie.models.description import description
+from coterie.train import private
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.predictions import Predictions
 from coterie.train.roster import Roster
@@ -30,7 +31,8 @@ def save_run(folder: RunFolder, run: Run) -> None:
     save_state(folder.path, run.state)
     Roster.of(run.fed).save(folder.path)
     Predictions.save_those_of(run, folder.path)
-    save_errors(run, folder.path)
+    if run.fed.promised is None:  # they are computed from training rows, without noise
+        save_errors(run, folder.path)
     traces = run.history.traces(run.fed.n)
     if traces:
         files.write_tensors(folder.path / "traces.safetensors", traces)
@@ -40,6 +42,9 @@ def save_run(folder: RunFolder, run: Run) -> None:
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
     if run.test_rows:
         files.write_with(folder.path / TEST_ROWS, test_rows(run).write_parquet)
+    spent = private.report(run.fed)
+    if spent is not None:
+        files.write_json(folder.path / "privacy.json", spent)
     result = {
         "rounds": run.rounds,
         "deployed_round": run.deployed_round,
