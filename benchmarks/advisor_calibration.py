@@ -23,6 +23,7 @@ from coterie.select.advice import METHODS, SHARED, Advice, conclude
 from coterie.select.survey import Findings, Survey
 
 COVERED = (0.045, 0.955)  # quantiles that are fitted
+COLOURS = {"sharing": "#2ca02c", "federation": "#1f77b4", "client": "#d62728"}
 FAMILY = np.array([name in SHARED for name in METHODS])
 
 
@@ -106,6 +107,7 @@ def summary(judged: list[Judged]) -> dict[str, Any]:
         rtfa = [_extra(one, "rtfa") for one in some]
         right = [one.mean.argmin() == METHODS.index(one.advice.method) for one in some]
         sure = [one.advice.sure for one in some]
+        firm = [_family(one) for one in some if one.advice.sure]
         found[kind] = {
             "worlds": len(some),
             "coverage": covered,
@@ -113,7 +115,7 @@ def summary(judged: list[Judged]) -> dict[str, Any]:
             "best named": float(np.mean(right)),
             "mean stated probability": float(np.mean([one.advice.probability for one in some])),
             "sure": float(np.mean(sure)),
-            "right where sure": float(np.mean([r for r, s in zip(right, sure, strict=True) if s])),
+            "right family where sure": float(np.mean(firm)) if firm else 1.0,
             "extra error, 90th percentile": float(np.quantile([e for e, _ in extra], 0.9)),
             "extra error beyond noise, 90th percentile": float(np.quantile([e for _, e in extra], 0.9)),
             "always rtfa: best": float(np.mean([one.mean.argmin() == METHODS.index("rtfa") for one in some])),
@@ -137,10 +139,16 @@ def _extra(one: Judged, method: str) -> tuple[float, float]:
     return float((mine + noise) / (one.mean.min() + noise) - 1), float(mine / one.mean.min() - 1)
 
 
+def _family(one: Judged) -> bool:
+    """Whether it is right to share, or not."""
+    return bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min()) == (one.advice.method in SHARED)
+
+
 def reliability(judged: list[Judged]) -> dict[str, list[dict[str, float]]]:
     """Stated probability, share that was right and its standard error, in bins, for federations and for clients."""
-    pairs: dict[str, list[tuple[float, bool]]] = {"federation": [], "client": []}
+    pairs: dict[str, list[tuple[float, bool]]] = {"sharing": [], "federation": [], "client": []}
     for one in judged:
+        pairs["sharing"].append((max(one.advice.sharing, 1 - one.advice.sharing), _family(one)))
         pairs["federation"].append(
             (one.advice.probability, one.mean.argmin() == METHODS.index(one.advice.method))
         )
@@ -180,7 +188,7 @@ def diagram(bins: dict[str, list[dict[str, float]]]) -> str:
         parts.append(
             f'<text x="{edge - 6}" y="{edge + (1 - tick) * size + 4}" text-anchor="end">{tick:g}</text>'
         )
-    for place, (name, colour) in enumerate((("federation", "#1f77b4"), ("client", "#d62728"))):
+    for place, (name, colour) in enumerate(COLOURS.items()):
         for one in bins[name]:
             x, y = edge + one["stated"] * size, edge + (1 - one["right"]) * size
             half = 1.645 * one["error"] * size
@@ -199,6 +207,7 @@ def table(found: dict[str, Any]) -> str:
         "calibration was fitted on other seeds. Coverage: share of 90 % intervals that hold the true error of a",
         "method for a client, mean over methods (range). Extra error: of the named method over the best, 90th",
         "percentile over worlds, relative to the whole error and (in brackets) to what is beyond the noise.",
+        "Right where sure: whether to share at all.",
         "",
         "| worlds | coverage | best named | stated | right where sure | extra error | rtfa best | its extra error |",
         "|---|---|---|---|---|---|---|---|",
@@ -211,7 +220,7 @@ def table(found: dict[str, Any]) -> str:
         theirs, away = (one[f"always rtfa: extra error{w}, 90th percentile"] for w in ("", " beyond noise"))
         lines.append(
             f"| {kind} ({one['worlds']}) | {one['covered']:.3f} ({spread}) | {one['best named']:.2f} | "
-            f"{one['mean stated probability']:.2f} | {one['right where sure']:.2f} of {one['sure']:.0%} | "
+            f"{one['mean stated probability']:.2f} | {one['right family where sure']:.2f} of {one['sure']:.0%} | "
             f"{extra:.1%} ({beyond:.1%}) | {one['always rtfa: best']:.2f} | {theirs:.1%} ({away:.1%}) |"
         )
     lines += ["", "![Reliability diagram](calibration.svg)", ""]

@@ -35,7 +35,7 @@ EXPLANATIONS = {
 }
 SHARED = ("fedavg", "ftfa", "rtfa")
 CLEAR = 1.0  # standard errors from zero beyond which the gain from sharing is clear
-SURE = 0.8  # probability from which on the advice is given without reserve
+SURE = 0.9  # probability that sharing helps, or does not, from which on the advice is given without reserve
 FLAT = 100.0  # ratio of penalties with about the same error that is worth a warning
 SHIFTED = 1.0  # difference between the clients' covariances that is worth a warning
 TAIL = 8.0  # distance over the median one that is worth a warning
@@ -52,7 +52,7 @@ class Advice:
     method, lam
         Recommended method (see `METHODS`) and penalty, one for all clients.
     sure
-        Whether the data show clearly that this method is best, or that the choice matters little.
+        Whether sharing is better, or training alone, with a probability of at least 0.9, or the choice matters little.
     why, change
         Reasons, and what would change the recommendation, one sentence each.
     names, methods, lams
@@ -65,9 +65,11 @@ class Advice:
         Numbers sent per client to get the advice.
     lam_alone, lam_shared
         Best penalty per client [n] around zero and around the shared model.
+    sharing
+        Probability that a shared model is better than training alone; NaN where it is not known: for models other than
+        linear regression.
     probability, client_probabilities
-        Probability that the recommended method is the best of the five, for the federation and for each client [n]; NaN
-        where it is not known: for models other than linear regression.
+        Probability that the recommended method is the best of the five, for the federation and for each client [n].
     lam_interval, lam_flat
         90 % interval of the best penalty, and the penalties whose predicted error is within 1 % of the lowest.
 
@@ -99,6 +101,7 @@ class Advice:
     floats_down: float = field(repr=False)
     lam_alone: Tensor = field(repr=False)
     lam_shared: Tensor = field(repr=False)
+    sharing: float = math.nan
     probability: float = math.nan
     client_probabilities: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     lam_interval: tuple[float, float] = field(default=(math.nan, math.nan), repr=False)
@@ -112,13 +115,12 @@ class Advice:
         """Return the recommendation in one sentence."""
         penalty = f" with lambda = {self.lam:.3g}" if self.lam is not None else ""
         choice = f"{self.method}{penalty}: {EXPLANATIONS[self.method]}"
-        chance = (
-            ""
-            if math.isnan(self.probability)
-            else f" (the best of five with probability {self.probability:.2f})"
-        )
+        sentence = f"Use {choice}." if self.sure else f"I cannot tell. If you must choose: {choice}."
+        if math.isnan(self.probability):
+            return sentence
         return (
-            f"Use {choice}{chance}." if self.sure else f"I cannot tell. If you must choose: {choice}{chance}."
+            f"{sentence} Sharing a model is better than training alone with probability {self.sharing:.2f}, "
+            f"{self.method} the best of the five methods with probability {self.probability:.2f}."
         )
 
     def text(self) -> str:
@@ -149,6 +151,7 @@ class Advice:
             "method": self.method,
             "lam": self.lam,
             "sure": self.sure,
+            "sharing": _number(self.sharing),
             "probability": _number(self.probability),
             "lam_interval": [_number(value) for value in self.lam_interval],
             "lam_flat": [_number(value) for value in self.lam_flat],
@@ -205,7 +208,8 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     r2, rho2 = found.distance[:, 0] * columns, found.distance[:, 1] * columns
     mean = {name: float(value.mean()) for name, value in risks.items()}
     little = _matters_little(found, float(best_shared.mean()), float(best_alone.mean()))
-    convinced = probability >= SURE if found.exact else clear
+    sharing = calibration.sharing(found) if found.exact else math.nan
+    convinced = max(sharing, 1 - sharing) >= SURE if found.exact else clear
     sure = (convinced or little) and fed.n >= FEWEST_CLIENTS
     names = [fed.names[int(k)] for k in found.ids]
     visits = max(1, fed.n)
@@ -228,6 +232,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
         floats_down=fed.ledger.total("floats_down") / visits,
         lam_alone=lam_alone,
         lam_shared=lam_shared,
+        sharing=sharing,
         probability=probability,
         client_probabilities=own_probabilities,
         lam_interval=calibration.penalty_interval(found, share),

@@ -97,9 +97,21 @@ class Survey(Algorithm):
             r[name].cpu().double() for name in ("curve", "error", "noise", "distance")
         )
         rows_of = r.weights.squeeze(-1).cpu().double()
-        shift = max(0.0, float(totals[6]) / len(seen)) if exact else 0.0
-        found = (curve, error, noise, distance, rows_of, support, doubt, exact, head.columns, shift)
-        return Findings(r.ids.cpu(), lam, *found)
+        apart = max(0.0, float(totals[6]) / len(seen)) if exact else 0.0
+        return Findings(
+            r.ids.cpu(),
+            lam,
+            curve,
+            error,
+            noise,
+            distance,
+            rows_of,
+            support,
+            doubt,
+            exact,
+            columns=head.columns,
+            shift=apart,
+        )
 
     def _leave_out(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
         """Survey least squares: every client subtracts its own part from the sums of X'X and X'y."""

@@ -57,7 +57,7 @@ def test_a_flat_penalty_is_noticed(judged):
     steep = one.findings.curve.clone()
     steep[:, 0] = 1 + (one.findings.lam.clamp(1e-9, 1e9).log() - 1).square()
     narrow = calibration.flat_range(dataclasses.replace(one.findings, curve=steep), True)
-    assert narrow[0] <= math.e <= narrow[1] and narrow[1] < 3 * narrow[0]
+    assert 0.5 * math.e <= narrow[0] <= narrow[1] <= 2 * math.e
     low, high = calibration.penalty_interval(dataclasses.replace(one.findings, curve=steep), True)
     assert low == high  # all clients agree
 
@@ -90,8 +90,9 @@ def test_the_judge_counts_what_it_should(judged):
     bins = reliability([one] * 6)["federation"]
     assert len(bins) == 1 and bins[0]["count"] == 6
     assert diagram(reliability([one] * 6)).count("<circle") >= 1
-    right = summary([one])["all"]["best named"]
-    assert right == float(one.mean.argmin() == METHODS.index(one.advice.method))
+    right = summary(judged)["all"]["best named"]
+    named = [one.mean.argmin() == METHODS.index(one.advice.method) for one in judged]
+    assert right == pytest.approx(np.mean(named))
 
 
 @pytest.mark.slow
