@@ -48,7 +48,7 @@ def linear(world: World, seed: int, dummies: bool) -> dict[str, float]:
         units = [value * unit.target_sd + unit.target_mean for value in (found, rows["test"].y.numpy())]
         return measures(task, *units)
     model = LogisticRegression(C=1 / (PENALTY * count), max_iter=1000).fit(x["train"], y)
-    scores = np.zeros((len(x["test"]), fed.model.classes or 2))
+    scores = np.zeros((len(x["test"]), getattr(fed.model, "classes", None) or 2))
     scores[:, model.classes_.astype(int)] = model.predict_proba(x["test"])
     return measures(task, scores, rows["test"].y.numpy())
 

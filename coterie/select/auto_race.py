@@ -32,6 +32,7 @@ HEATS = 3
 FOLDS = 3  # further splits on which finalists are checked
 SETTINGS = 2  # finalists of one method at most
 DRAW = 0.002  # a method must beat a simpler one by this share of its loss
+OWN_MODEL = 0.01  # one that trains a model of its own must beat those that train the given one by this share
 SIMPLEST = ("local", "fedavg", "fine-tuned", "rtfa", "ftfa", "ditto")
 
 Watch = Callable[[str, int, int], None]
@@ -300,10 +301,14 @@ class Race:
         """Return the entrant with the lowest loss on rows held out, or the best by the metric that was asked for.
 
         A simpler method wins a draw: where the better one is ahead by less than `DRAW` of its loss, and by less than
-        a standard error between clients.
+        a standard error between clients. A method with a model of its own must be ahead by `OWN_MODEL`.
         """
         judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
         lowest = min(judged, key=Entrant.held_out_cost)
+        if lowest.algorithm.name in self.others:
+            limit = lowest.held_out_cost() + OWN_MODEL * abs(lowest.held_out_cost())
+            given = [e for e in judged if e.algorithm.name not in self.others and e.held_out_cost() <= limit]
+            lowest = min(given, key=Entrant.held_out_cost, default=lowest)
         limit = lowest.held_out_cost() + DRAW * abs(lowest.held_out_cost())
         equal = [e for e in judged if e.scores and e.held_out_cost() <= limit and _near(lowest, e)]
         for name in SIMPLEST:

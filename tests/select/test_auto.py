@@ -377,3 +377,13 @@ def test_checks_do_not_stop_by_the_rows_that_they_are_judged_on() -> None:
     run = fit(fed, make("trees", leaves=4, lr=0.5, least=0.1).without_stopping(), 30, evaluate_every=0)
     assert run.state.best == run.state.planted == 30
     assert make("ditto").without_stopping() == make("ditto")
+
+
+@pytest.mark.parametrize(("trees", "chosen"), [(0.995, "ditto"), (0.98, "trees")])
+def test_trees_must_be_better_by_more_than_chance(trees: float, chosen: str) -> None:
+    race = Race(world(20, 0.0), 9, others={"trees": world(20, 0.0)})
+    race.finalists = [
+        Entrant(make(name), cost=cost, scores={"loss": torch.full((8,), cost)})
+        for name, cost in (("trees", trees), ("ditto", 1.0), ("local", 1.5))
+    ]
+    assert race._winner().algorithm.name == chosen
