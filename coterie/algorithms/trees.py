@@ -84,6 +84,7 @@ class BoostedTrees(Algorithm):
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
     varying: ClassVar[frozenset[str]] = frozenset({"histogram"})
+    sentinels: ClassVar[frozenset[float]] = frozenset({float(NO_EDGE), SHARED})
     reveals: ClassVar[Reveals] = {
         "survey": "values",
         "histogram": "values",
