@@ -46,6 +46,8 @@ COMMANDS = (
     "reproduce",
     "data",
     "data describe",
+    "theory",
+    *(f"theory {verb}" for verb in ("risk", "rounds", "crossover")),
     "federate",
     *(f"federate {verb}" for verb in ("init", "server", "node", "run", "attach", "demo")),
 )

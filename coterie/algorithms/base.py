@@ -256,6 +256,16 @@ class Algorithm:
         """
         return s.x if "x" in s else None
 
+    def require_certificate(self, fed: Federation) -> None:
+        """Raise SettingError unless `certificate` will bound the distance to the best value on this federation."""
+        raise SettingError(
+            f"{self.name} has no certificate, so no accuracy can be the target of its training; flix with dgd has one"
+        )
+
+    def rounds_left(self, s: State, target: float) -> int | None:
+        """Return the rounds after which `certificate` is sure to be at most `target`; None if that is not known."""
+        return None
+
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         """Return values to record whenever models are scored.
 
@@ -335,6 +345,16 @@ class Algorithm:
             None, by default: the method trains the model that it is given.
         """
         return None
+
+    def without_stopping(self) -> Algorithm:
+        """Return the settings that train up to the last round, whatever validation rows say.
+
+        Returns
+        -------
+        Algorithm
+            The settings themselves, by default: few methods stop by themselves.
+        """
+        return self
 
     def allowed_steps(self, fed: Federation, curvature: float) -> dict[str, float]:
         """Return the largest step sizes at which gradient steps do not diverge.

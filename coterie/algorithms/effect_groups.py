@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie._core.errors import SettingError, nearest
 from coterie.engine.federation import Federation
 from coterie.theory.mixed_likelihood import best_effects
-from coterie.theory.variance_components import Sums, pattern
+from coterie.theory.variance_components import Components, Sums, pattern
 
 MOST_VARIANCES = 16  # parameters up to which each may have a variance of its own unless asked otherwise
 
@@ -30,8 +30,11 @@ class Choices(Protocol):
         """Return how variances are chosen."""
 
 
-def effect_groups(method: Choices, fed: Federation, sums: Sums) -> Tensor:
-    """Return which variance each coefficient has, [d]; effects = "auto" takes those with the smallest AIC."""
+def effect_groups(method: Choices, fed: Federation, sums: Sums, near: Components | None = None) -> Tensor:
+    """Return which variance each coefficient has, [d]; effects = "auto" takes those with the smallest AIC.
+
+    The searches for it start near variances of the round before.
+    """
     marks = {
         name: fed.model.groups[name].cpu() for name in fed.model.groups if name in ("intercept", "extras")
     }
@@ -56,7 +59,7 @@ def effect_groups(method: Choices, fed: Federation, sums: Sums) -> Tensor:
     names = [*names, "same", *(["each"] if fed.d <= MOST_VARIANCES else [])]
     noise = None if fed.model.has_statistics else 1.0
     choices = {name: made(name).to(fed.device) for name in names}
-    return choices[best_effects(sums, choices, noise=noise, restricted=choice == "reml")]
+    return choices[best_effects(sums, choices, noise=noise, restricted=choice == "reml", near=near)]
 
 
 def _columns(slopes: str, fed: Federation) -> list[int]:

@@ -143,8 +143,9 @@ class Hierarchical(MarginalEffects, Finder):
         sums, closed = self.sums(fed, replies), fed.model.has_statistics
         found = Components(s.noise, s.within.double(), s.between.double())
         if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not closed):
-            groups = effect_groups(self, fed, sums)
-            found = self.components(fed, sums, groups, replies.ids, found if s.within.any() else None)
+            near = found if s.within.any() else None
+            groups = effect_groups(self, fed, sums, near)
+            found = self.components(fed, sums, groups, replies.ids, near)
             s = s.replace(groups=groups)
             if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
                 found, trust = self.robust(fed, sums, groups, found)

@@ -8,23 +8,32 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie._core.errors import SettingError, nearest
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, Reveals, setting
+from coterie.algorithms.tree_rows import (
+    for_all,
+    keep_rows,
+    leaves_of,
+    moves,
+    pairs_of,
+    random_sign,
+    target_sums,
+    trees_of,
+)
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.base import Model
-from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
-from coterie.models.histograms import assign, histograms
+from coterie.models.binning import GRIDS, GridSearch, cell_counts, grid_size, to_bins
+from coterie.models.histograms import histograms
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, nodes_of
-from coterie.models.tree_growth import Growth, Rules, bounds
-from coterie.models.tree_walk import COLUMNS, FEATURE, MOST_LEVELS, PARENT, THRESHOLD
+from coterie.models.tree_growth import Growth, Rules, bounds, monotone_signs
+from coterie.models.tree_walk import COLUMNS, MOST_LEVELS
 from coterie.models.trees import Trees
 
 FIRST_PULL = 30.0  # lambda of the first tree, before any was judged
 MEMORY = 0.8  # share of earlier trees in the judgement of lambda
-POINTS = 4  # of a sketch, for each bin
 NEVER = 1e300  # a validation loss that is not known
 
 
@@ -58,7 +67,9 @@ class BoostedTrees(Algorithm):
     lr: float = setting(
         0.1, "learning rate: share of each leaf's value", above=0, high=1, tune=(0.05, 0.1, 0.2)
     )
-    leaves: int = setting(16, "most leaves of a tree", low=2, high=256, tune=(8, 16, 32))
+    leaves: int = setting(
+        16, "most leaves of a tree, as far as the model has room", low=2, high=256, tune=(8, 16, 32)
+    )
     lambda_: float | str = setting(
         "auto",
         "pull of leaves to the shared ones: auto (cross-fitted), shared, or a number",
@@ -76,16 +87,17 @@ class BoostedTrees(Algorithm):
     gain: float = setting(0.0, "least gain of a split", low=0)
     folds: int = setting(5, "parts of a client's rows for cross-fitting lambda", low=2)
     patience: int = setting(
-        20, "trees without a lower validation loss after which growth ends; 0: never", low=0
+        20, "trees without a lower validation loss after which growth ends; 0: never, and all are used", low=0
     )
     monotone: str = setting(
         "", "columns that may only raise (+) or lower (-) predictions, such as 'age+, dose-'"
     )
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
-    varying: ClassVar[frozenset[str]] = frozenset({"histogram"})
+    varying: ClassVar[frozenset[str]] = frozenset({"survey", "histogram"})
     sentinels: ClassVar[frozenset[float]] = frozenset({float(NO_EDGE), SHARED})
     reveals: ClassVar[Reveals] = {
+        "tally": "aggregate",
         "survey": "values",
         "histogram": "values",
         "plant": "aggregate",
@@ -102,16 +114,16 @@ class BoostedTrees(Algorithm):
     def own_model(self, rounds: int) -> Model:
         return Trees(trees=max(1, rounds), leaves=self.leaves)
 
+    def without_stopping(self) -> BoostedTrees:
+        return self.replace(patience=0)
+
     def start(self, fed: Federation) -> State:
         model = self.model_of(fed)
-        x, edges = fed.initial_model(), torch.full((model.width, self.bins - 2), NO_EDGE, dtype=fed.dtype)
-        classes = model.classes or 1
+        x, classes = fed.initial_model(), model.classes or 1
         balance = torch.ones(classes, dtype=fed.dtype, device=fed.device)
-        replies = fed.map(self.survey)
+        replies = fed.map(self.tally)
         if len(replies):
-            points, mass = (replies[name].transpose(0, 1).flatten(1).cpu() for name in ("points", "mass"))
-            edges = cut_points(points, mass, self.bins - 2)
-            total = replies.sum("targets")
+            total = replies.sum()
             share = total[:-1] / total[-1]
             if self.balance and classes > 1:
                 balance = 1 / (classes * share.clamp(min=1 / total[-1]))
@@ -120,7 +132,7 @@ class BoostedTrees(Algorithm):
             model.parts(x)[0].copy_(model.loss_of.constant(share))
         return State(
             x=x,
-            edges=edges.to(fed.device),
+            edges=self.edges(fed, model).to(fed.device),
             signs=self.signs(fed, model).to(fed.device),
             balance=balance,
             pulls=torch.zeros(model.trees, 2, dtype=fed.dtype, device=fed.device),
@@ -142,7 +154,7 @@ class BoostedTrees(Algorithm):
         sent = {"splits": splits, "values": values, "signs": s.signs, "root": pull[0], "deep": pull[1]}
         replies = fed.map(self.plant, **sent, place=s.planted)
         x, pulls, at = s.x.clone(), s.pulls.clone(), s.planted
-        model.parts(x)[1][at] = self.in_units(model, splits, s.edges)
+        model.parts(x)[1][at] = model.in_units(splits, s.edges)
         model.parts(x)[2][at] = self.lr * values
         pulls[at] = pulls.new_tensor(pull)
         judged = MEMORY * s.judged + replies.sum("judged") if len(replies) else s.judged
@@ -152,7 +164,10 @@ class BoostedTrees(Algorithm):
     def grow(self, fed: Federation, s: State, model: Trees) -> Growth | None:
         """Return the trees of this round, grown level by level; None if nobody answered."""
         rules = Rules(self.smoothing, self.least, self.gain, model.categorical, s.signs.cpu())
-        growth, before = Growth(model.outputs, self.leaves, model.leaves, rules), torch.zeros(0)
+        growth, before = (
+            Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules),
+            torch.zeros(0),
+        )
         for level in range(self.depth):
             if not growth.growing:
                 break
@@ -182,24 +197,35 @@ class BoostedTrees(Algorithm):
         """Return the state with the number of trees to deploy, and whether growth ends."""
         full = s.planted >= model.trees
         held, rows = replies.sum("held").tolist() if len(replies) else (0.0, 0.0)
-        if not rows:
+        if not rows or not self.patience:
             return s.replace(best=s.planted if s.lowest == NEVER else s.best, done=full)
         if held / rows < s.lowest:
             return s.replace(best=s.planted, lowest=held / rows, done=full)
         return s.replace(done=full or (self.patience > 0 and s.planted - s.best >= self.patience))
 
-    def survey(self, client: Client) -> dict[str, Tensor]:
-        """Return sketches of the features, and sums of the targets (of each class) with the number of rows."""
-        rows, target, weight = client.features(client.initial_model())
-        here = (weight > 0).to(weight.dtype)
-        points, mass = sketch(rows, here, POINTS * self.bins)
-        model = client.model
-        if isinstance(model, Trees) and model.classes:
-            hits = torch.nn.functional.one_hot(target.long(), model.classes).to(here)
-            sums = (hits * here.unsqueeze(-1)).sum(-2)
-        else:
-            sums = (target.to(here) * here).sum(-1, keepdim=True)
-        return {"points": points, "mass": mass, "targets": torch.cat([sums, here.sum(-1, keepdim=True)], -1)}
+    def edges(self, fed: Federation, model: Trees) -> Tensor:
+        """Return the cut points of the features, from counts on grids that narrow."""
+        search = GridSearch((~model.categorical).nonzero().squeeze(-1), self.bins, fed.dtype)
+        for _ in range(GRIDS):
+            if not len(search.asked):
+                break
+            replies = fed.map(
+                self.survey, features=search.asked.to(fed.device), grid=search.grid.to(fed.device)
+            )
+            if not len(replies):
+                break
+            search.learn(replies.sum())
+        return search.edges(model.width)
+
+    def tally(self, client: Client) -> Tensor:
+        """Return the sums of the targets (of each class) and the number of rows."""
+        return target_sums(client)
+
+    def survey(self, client: Client, features: Tensor, grid: Tensor) -> Tensor:
+        """Return how many rows are in each cell of the grids of some features, [..., features, cells]."""
+        features, grid = (for_all(value, client) for value in (features, grid))
+        rows, _, weight = client.features(client.initial_model())
+        return cell_counts(rows[..., features], (weight > 0).to(weight.dtype), grid)
 
     def begin(
         self,
@@ -212,8 +238,10 @@ class BoostedTrees(Algorithm):
         planted: int,
     ) -> None:
         """Bin the rows, and take the steps of all trees that are there."""
-        model, lead = _trees(client), len(client.lead)
-        x, edges, signs, balance, pulls = (_one(value, lead) for value in (x, edges, signs, balance, pulls))
+        model = trees_of(client)
+        x, edges, signs, balance, pulls = (
+            for_all(value, client) for value in (x, edges, signs, balance, pulls)
+        )
         base, splits, shared = model.parts(x)
         everyone = x.expand(*client.lead, -1)
         values = torch.zeros_like(shared).expand(*client.lead, *shared.shape).clone()
@@ -233,33 +261,21 @@ class BoostedTrees(Algorithm):
                     own, scores, _ = boost(step, scores, target, here, leaf)
                     values[..., tree, :, :] = self.lr * own
                 else:
-                    scores = scores + _moves(values[..., tree, :, :], leaf).unsqueeze(-3)
-            self._keep_rows(client, split, to_bins(rows, edges, model.categorical), target, here, scores)
-        client.keep.values, client.keep.sign = values, _sign(client)
-
-    def _keep_rows(
-        self, client: Client, split: str, bins: Tensor, target: Tensor, weight: Tensor, scores: Tensor
-    ) -> None:
-        """Keep what a client remembers of its rows."""
-        keep = client.keep
-        if split == "train":
-            keep.bins, keep.target, keep.weight, keep.scores = bins, target, weight, scores.contiguous()
-            keep.pairs = _pairs(client, scores.select(-3, 0), target, weight)
-        else:
-            keep.held_bins, keep.held_target, keep.held_weight = bins, target, weight
-            keep.held_scores = scores.contiguous()
+                    scores = scores + moves(values[..., tree, :, :], leaf).unsqueeze(-3)
+            keep_rows(client, split, to_bins(rows, edges, model.categorical), target, here, scores)
+        client.keep.values, client.keep.sign = values, random_sign(client)
 
     def histogram(self, client: Client, splits: Tensor, nodes: Tensor) -> Tensor:
         """Return the sums of derivatives by tree, node, feature and bin, [..., trees, nodes, features, bins, 2]."""
         lead, bins = len(client.lead), client.keep.bins
-        leaf = self._leaf(client, bins, _one(splits, lead))
+        leaf = leaves_of(client, bins, for_all(splits, client), self.bins - 1)
         pairs = client.keep.pairs.double()
         if self.contrasts:
             pairs = torch.cat(
                 [pairs, pairs[..., :1] * client.keep.sign.double().view(*client.lead, 1, 1, 1)], -1
             )
         bins, pairs, leaf = (part if lead else part.unsqueeze(0) for part in (bins, pairs, leaf))
-        sums = histograms(bins, pairs, leaf, _one(nodes, lead), self.bins)
+        sums = histograms(bins, pairs, leaf, for_all(nodes, client), self.bins)
         return sums if lead else sums.squeeze(0)
 
     def plant(
@@ -273,18 +289,18 @@ class BoostedTrees(Algorithm):
         place: int,
     ) -> dict[str, Tensor]:
         """Give the leaves of new trees their values and move the scores; return how every lambda would have done."""
-        model, lead, keep = _trees(client), len(client.lead), client.keep
-        splits, values, signs = (_one(value, lead) for value in (splits, values, signs))
-        leaf = self._leaf(client, keep.bins, splits).long()
+        model, keep = trees_of(client), client.keep
+        splits, values, signs = (for_all(value, client) for value in (splits, values, signs))
+        leaf = leaves_of(client, keep.bins, splits, self.bins - 1).long()
         step = self.step(model, splits, values, signs, root, deep)
         own, scores, judged = boost(step, keep.scores, keep.target, keep.weight, leaf)
-        keep.pairs = _pairs(client, scores.select(-3, 0), keep.target, keep.weight)
-        keep.scores, keep.sign = scores, _sign(client)
+        keep.pairs = pairs_of(client, scores.select(-3, 0), keep.target, keep.weight)
+        keep.scores, keep.sign = scores, random_sign(client)
         mine = keep.values.clone()
         mine[..., place, :, :] = self.lr * own
         keep.values = mine
-        leaf = self._leaf(client, keep.held_bins, splits).long()
-        held = keep.held_scores + _moves(self.lr * own, leaf).unsqueeze(-3)
+        leaf = leaves_of(client, keep.held_bins, splits, self.bins - 1).long()
+        held = keep.held_scores + moves(self.lr * own, leaf).unsqueeze(-3)
         keep.held_scores = held
         losses = model.loss_of.loss(held.squeeze(-3), keep.held_target) * keep.held_weight
         rows = torch.stack([losses.sum(-1), keep.held_weight.sum(-1)], -1)
@@ -297,18 +313,13 @@ class BoostedTrees(Algorithm):
         limits = bounds(splits, values, signs)
         return Step(model.loss_of, nodes_of(splits), values, *limits, self.lr, root, deep)
 
-    def _leaf(self, client: Client, bins: Tensor, splits: Tensor) -> Tensor:
-        """Return the leaf of each row in the trees of this round, int32 [..., B, trees]."""
-        found = assign(bins.flatten(0, -2), splits, _trees(client).categorical.to(bins.device), self.bins - 1)
-        return found.view(*bins.shape[:-1], -1)
-
     def deploy(self, client: Client, x: Tensor, best: int) -> Tensor:
         """Return the shared splits with the client's own leaves, of the trees that are deployed."""
-        model, mine = _trees(client), client.keep.values.flatten(-3)
-        return self.first_trees(model, torch.cat([x[..., : x.shape[-1] - mine.shape[-1]], mine], -1), best)
+        model, mine = trees_of(client), client.keep.values.flatten(-3)
+        return model.first_trees(torch.cat([x[..., : x.shape[-1] - mine.shape[-1]], mine], -1), best)
 
     def common(self, fed: Federation, s: State) -> Tensor:
-        return self.first_trees(self.model_of(fed), s.x.clone(), s.best)
+        return self.model_of(fed).first_trees(s.x.clone(), s.best)
 
     def adapt(self, fed: Federation, s: State, personal: Tensor, rounds: int) -> Tensor:
         """Return models of new clients: their own leaves, tree by tree, pulled to the shared ones."""
@@ -337,10 +348,11 @@ class BoostedTrees(Algorithm):
     def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
         assert isinstance(model, Trees)
         c, features, classes = model.outputs, model.width, model.classes or 1
-        tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, self.leaves // 2)
+        tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, min(self.leaves, model.leaves) // 2)
         start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
         return {
-            "survey": (0, 2 * POINTS * features * self.bins + classes + 1),
+            "tally": (0, classes + 1),
+            "survey": (features * (1 + grid_size(self.bins)), features * (1 + grid_size(self.bins))),
             "begin": (start, 0),
             "histogram": (tree + most, most * features * self.bins * (3 if self.contrasts else 2)),
             "plant": (tree + c * model.leaves + features + 3, 2 * len(PULLS) + 2),
@@ -363,11 +375,6 @@ class BoostedTrees(Algorithm):
             raise SettingError(
                 "the method trees trains trees: pass model=coterie.models.trees() to the federation"
             )
-        if model.leaves < self.leaves:
-            raise SettingError(
-                f"trees: leaves = {self.leaves}, but the model has room for {model.leaves}; "
-                f"use models.trees(leaves={self.leaves})"
-            )
         most = min(MOST_LEVELS, self.bins - 1, 52 if fed.dtype == torch.float64 else 23)
         if max(model.levels or (0,)) > most:
             raise SettingError(
@@ -378,64 +385,7 @@ class BoostedTrees(Algorithm):
 
     def signs(self, fed: Federation, model: Trees) -> Tensor:
         """Return 1, -1 or 0 for each feature, as `monotone` says."""
-        signs = torch.zeros(model.width, dtype=torch.float64)
-        names = (
-            [f"x{k}" for k in range(model.width)]
-            if fed.table is None
-            else fed.table.preprocessor.feature_names
+        known = [f"x{k}" for k in range(model.width)]
+        return monotone_signs(
+            self.monotone, known if fed.table is None else fed.table.preprocessor.feature_names, model
         )
-        for word in self.monotone.replace(",", " ").split():
-            name, sign = word[:-1], {"+": 1.0, "-": -1.0}.get(word[-1])
-            if sign is None or name not in names:
-                raise SettingError(
-                    f"trees: monotone = {word!r} is not a column with + or - behind it.{nearest(name, names)}"
-                )
-            at = names.index(name)
-            if bool(model.categorical[at]) or model.outputs > 1:
-                what = "a category" if bool(model.categorical[at]) else "for more than two classes"
-                raise SettingError(f"trees: monotone = {word!r}: {name} is {what}, which has no order")
-            signs[at] = sign
-        return signs
-
-    def in_units(self, model: Trees, splits: Tensor, edges: Tensor) -> Tensor:
-        """Return splits whose thresholds are bins with thresholds as the model has them,."""
-        feature, place = splits[..., FEATURE].long(), splits[..., THRESHOLD]
-        last = torch.full_like(edges[:, :1], NO_EDGE)
-        cuts = torch.cat([edges, last], 1)[feature, place.long().clamp(0, edges.shape[1])]
-        units = splits.to(edges.dtype).clone()
-        number = ~model.categorical.to(edges.device)[feature]
-        units[..., THRESHOLD] = torch.where(number, cuts, place.to(edges.dtype))
-        return units
-
-    def first_trees(self, model: Trees, w: Tensor, count: int) -> Tensor:
-        """Make the trees after the first `count` of w void, and return it."""
-        _, splits, values = model.parts(w)
-        splits[..., count:, :, :, PARENT] = -1
-        values[..., count:, :, :] = 0
-        return w
-
-
-def _trees(client: Client) -> Trees:
-    assert isinstance(client.model, Trees)
-    return client.model
-
-
-def _sign(client: Client) -> Tensor:
-    """Return a random sign for the next trees, [..., 1]."""
-    return torch.where(client.uniform("sign") < 0.5, -1.0, 1.0)
-
-
-def _one(value: Tensor, lead: int) -> Tensor:
-    """Return what was sent to everybody without the axis of clients."""
-    return value[0] if lead else value
-
-
-def _moves(values: Tensor, leaf: Tensor) -> Tensor:
-    """Return the values [..., C, L] of the leaves [..., B, C]."""
-    return values.gather(-1, leaf.mT).mT
-
-
-def _pairs(client: Client, scores: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return both derivatives of each row, [..., B, C, 2]."""
-    pair = torch.stack(_trees(client).loss_of.derivatives(scores, target), -1)
-    return pair * weight.unsqueeze(-1).unsqueeze(-1)

@@ -92,7 +92,7 @@ RefitOption = Annotated[
     typer.Option(
         "--refit",
         metavar="ROWS",
-        help="after choosing, train again on 'validation' (with training rows) or 'all' rows, or 'none'",
+        help="after choosing, train again on 'validation' (with training rows; the default) or 'all' rows, or 'none'",
     ),
 ]
 AggregateOption = Annotated[
@@ -186,6 +186,17 @@ def truth(text: str) -> bool:
             f"--set theory={text}: write theory=true, for steps and probabilities from the theory"
         )
     return text.lower() in ("true", "yes", "1")
+
+
+def method_for(model: str, algorithm: str | None, usual: str = "ditto") -> str:
+    """Return the method asked for, or the usual one; raise `SettingError` if it cannot train the model."""
+    if model != "trees":
+        return algorithm or usual
+    if algorithm == "auto":
+        raise SettingError("auto lets trees race beside linear models by itself; leave out --model trees")
+    if algorithm not in (None, "trees"):
+        raise SettingError(f"{algorithm} does not grow trees; leave out --algorithm, or --model trees")
+    return "trees"
 
 
 def write_json(path: Path | None, value: Any) -> None:

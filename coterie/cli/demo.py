@@ -19,17 +19,20 @@ ROUNDS, BUDGET = 50, 4
 
 
 class Example(NamedTuple):
-    """A bundled table, the roles of its columns, and what it is, in words."""
+    """A bundled table, the roles of its columns, folds of its rows, and what it is, in words."""
 
     table: str
     client: str
     target: str
+    folds: int
     words: str
 
 
 EXAMPLES = (
-    Example("clinics", "clinic", "readmitted", "40 small clinics: who will be readmitted? (generated data)"),
-    Example("heart_disease", "hospital", "sick", "4 hospitals: who has heart disease? (UCI, real data)"),
+    Example(
+        "clinics", "clinic", "readmitted", 3, "40 small clinics: who will be readmitted? (generated data)"
+    ),
+    Example("heart_disease", "hospital", "sick", 1, "4 hospitals: who has heart disease? (UCI, real data)"),
 )
 
 
@@ -51,6 +54,7 @@ def demo(
                 algorithms=["auto"],
                 seeds=1,
                 rounds=ROUNDS,
+                folds=example.folds,
                 budget=BUDGET,
                 out=folder,
                 watch=watch,

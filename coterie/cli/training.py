@@ -41,6 +41,7 @@ from coterie.cli.arguments import (
     UnitOption,
     assignments,
     find_table,
+    method_for,
     named_assignments,
     privacy_of,
     require_place,
@@ -50,7 +51,7 @@ from coterie.cli.arguments import (
 )
 from coterie.cli.models import report_beside
 from coterie.engine.federation import Federation
-from coterie.report.tables import comparison_tables, run_notes, run_summary, run_table
+from coterie.report.tables import certified, comparison_tables, run_notes, run_summary, run_table
 from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
 from coterie.select.auto import ChosenRun
@@ -73,8 +74,9 @@ def compare(
     cluster: ClusterOption = None,
     task: TaskOption = None,
     algorithms: Annotated[
-        str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
-    ] = "ditto",
+        str | None,
+        typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas"),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,7 +102,9 @@ def compare(
 ) -> None:
     """Compare methods on your table, client by client, and say whether collaborating helps."""
     require_place(json)
-    names = list(dict.fromkeys(name.strip() for name in algorithms.split(",") if name.strip()))
+    if model == "trees":  # beside linear models, which the other methods train
+        algorithms, model = f"{algorithms or ''},trees", "linear"
+    names = list(dict.fromkeys(name.strip() for name in (algorithms or "ditto").split(",") if name.strip()))
     given = named_assignments(settings or [], [*BASELINES, *names])
     with console.progress() as watch:
         comparison = run_comparison(
@@ -140,15 +144,18 @@ def fit(
     target: TargetOption,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="run folder to make")],
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them; auto: let them race")
-    ] = "ditto",
+        str | None,
+        typer.Option(
+            metavar="NAME", help="ditto if not given; `coterie algorithms` lists all; auto: let them race"
+        ),
+    ] = None,
     settings: SetOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     rounds: RoundsOption = 100,
     seed: SeedOption = 0,
     split: SplitOption = SPLIT_TEXT,
-    refit: RefitOption = "validation",
+    refit: RefitOption | None = None,
     drop: DropOption = None,
     keep: KeepOption = None,
     dropout: Annotated[
@@ -167,6 +174,10 @@ def fit(
         float | None,
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="flix: stop once the loss is proved to be this close to its minimum"),
+    ] = None,
     l2: L2Option = None,
     aggregate: AggregateOption = None,
     epsilon: EpsilonOption = None,
@@ -181,10 +192,12 @@ def fit(
 ) -> None:
     """Train one method and save a model per client."""
     given = assignments(settings or [])
-    from_theory = truth(given.pop("theory", "false"))
+    from_theory, algorithm = truth(given.pop("theory", "false")), method_for(model, algorithm)
     method = "auto" if algorithm == "auto" else make(algorithm, **given)
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
+    if budget_mb is not None and refit not in (None, "none"):
+        raise SettingError("--budget-mb is for one training, and --refit trains again; leave one of them out")
     require_place(json)
     privacy = privacy_of(epsilon, delta, unit)
     fed = Federation.from_table(
@@ -208,6 +221,9 @@ def fit(
         method = from_the_theory(algorithm, fed, given)
     if budget_mb is not None and not isinstance(method, str):
         rounds = rounds_within_budget(method, fed, budget_mb)
+        console.notes(
+            ["Models are trained on training rows only: training again would cost the budget twice."]
+        )
     with _resumable(out), console.progress() as watch:
         run = train(
             fed,
@@ -220,10 +236,13 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
-            refit="none" if privacy is not None and refit == "validation" else refit,
+            refit=refit or ("validation" if budget_mb is None and privacy is None else "none"),
+            target=accuracy,
             aggregate=aggregate,
             privacy=privacy,
         )
+    if accuracy is not None:
+        console.notes([certified(run, accuracy)])
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())
     _finished(run, json)
@@ -309,10 +328,13 @@ def tune(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
-    algorithm: Annotated[str, typer.Option(metavar="NAME", help="method whose settings are searched")],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="folder for the study; a search that is there goes on")
     ],
+    algorithm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="method whose settings are searched; ditto if not given"),
+    ] = None,
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried in all")] = 30,
     rounds: RoundsOption = 100,
     sampler: Annotated[
@@ -341,6 +363,7 @@ def tune(
     Test rows are not read. The last line is the command that trains with what was found.
     """
     require_place(json)
+    algorithm = method_for(model, algorithm)
     method = make(algorithm, **assignments(settings or []))
     source = find_table(table)
     data = {

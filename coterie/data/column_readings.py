@@ -81,9 +81,9 @@ def read(
     >>> frame = polars.DataFrame({"key": [f"p{k}" for k in rows], "fee": [f"${k % 7}" for k in rows]})
     >>> who, y = np.repeat([0, 1], 100), np.arange(200.0) % 3
     >>> for one in read({name: facts(frame, name, who, y, True) for name in frame.columns}):
-    ...     print(one.column, one.kind, one.used, one.format)
+    ...     print(one.column, one.kind, one.format or one.used)
     key identifier False
-    fee number True number $
+    fee number number $
     """
     readings = [
         ColumnReading(name, "constant", False, why="has one value only")
@@ -174,8 +174,11 @@ def _spread(one: ColumnFacts) -> float:
 
 
 def _dense(one: ColumnFacts) -> bool:
-    """Return True if different whole numbers lie as close as row numbers do (their variance is at least n²/12)."""
-    return math.sqrt(12 * _spread(one)) <= 2 * one.whole
+    """Return True if n different whole numbers lie as close as row numbers do, whose variance is n²/12.
+
+    Numbers of a smaller variance are different at each client only, as years of a panel are.
+    """
+    return one.whole <= 2 * math.sqrt(12 * _spread(one)) <= 4 * one.whole
 
 
 def _large(one: ColumnFacts) -> bool:

@@ -32,6 +32,8 @@ from coterie.engine.sums import Held, SummedReplies, Total
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 
+Origin = Callable[[Model], "Federation"]
+
 
 class Federation:
     """Clients, a model, and `map`.
@@ -57,6 +59,7 @@ class Federation:
         truth: Tensor | None = None,
         byzantine: Mapping[Any, Attack | str] | None = None,
         texts: dict[str, Any] | None = None,
+        origin: Origin | None = None,
     ) -> None:
         if not 0.0 <= dropout < 1.0:
             raise SettingError(f"dropout is {dropout}; it must be at least 0 and below 1")
@@ -66,6 +69,7 @@ class Federation:
         self.cluster_names = list(cluster_names) if cluster_names is not None else None
         self.table, self.truth = table, truth
         self.texts = texts  # where they are and how they were read, for who wants them again
+        self.origin = origin  # how the same clients are built for another model
         self.byzantine = as_attacks(byzantine, self.names)
         self.aggregate = ON_NODES if runtime.capabilities.models_stay else Aggregate()
         self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
@@ -151,7 +155,12 @@ class Federation:
     ) -> Federation:
         """Build a federation from a CSV or Parquet file, or a data frame, with a client column."""
         parts = from_table(source, client, target, **options)
-        return cls(**vars(parts), dropout=dropout, byzantine=byzantine)
+
+        def origin(model: Model) -> Federation:
+            other = {**options, "model": model}
+            return cls.from_table(source, client, target, dropout=dropout, byzantine=byzantine, **other)
+
+        return cls(**vars(parts), dropout=dropout, byzantine=byzantine, origin=origin)
 
     @classmethod
     def from_texts(
@@ -194,9 +203,21 @@ class Federation:
             truth=self.truth,
             byzantine=self.byzantine if byzantine is None else byzantine,
             texts=self.texts,
+            origin=self.origin,
         )
         made.aggregate = self.aggregate
         return made
+
+    def with_model(self, model: Model) -> Federation:
+        """Return the same clients, with the same rows in each split, encoded for another model.
+
+        Raises `SettingError` if the federation was not made from a table.
+        """
+        if self.origin is None:
+            raise SettingError(
+                "only a federation from a table can be encoded for another model; build one with model="
+            )
+        return self.origin(model)
 
     @property
     def models_stay(self) -> bool:
@@ -301,7 +322,7 @@ class Federation:
     def score(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, Tensor]:
         """Return metrics [n] of given models [n, d] on one split, as `evaluate` does."""
         asked = self._asked(metrics)
-        return self._scores(self.runtime.score(models, split, asked), asked)
+        return self._scores(self.runtime.score(models.to(self.device), split, asked), asked)
 
     def pooled(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """Return metrics of given models [n, d] over the rows of all clients together on one split."""

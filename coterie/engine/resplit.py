@@ -11,7 +11,7 @@ from torch import Tensor
 from coterie._core import randomness
 from coterie.data.rows import Rows
 from coterie.data.split import split_rows
-from coterie.engine.federation import Federation
+from coterie.engine.federation import Federation, Origin
 
 SPLITS = ("train", "validation", "test")
 TRAIN, VALIDATION, TEST = range(3)
@@ -65,7 +65,7 @@ class AllRows:
 
         found = {name: rows(k) for k, name in enumerate(SPLITS)}
         found["train"] = replace(found["train"], augment=self.fed.runtime.rows("train").augment)
-        return with_rows(self.fed, found)
+        return with_rows(self.fed, found, lambda model: AllRows.of(self.fed.with_model(model)).divided(split))
 
     def again(self, fractions: Sequence[float], seed: int) -> Tensor:
         """Return another division of the rows into these shares, drawn by a seed."""
@@ -94,8 +94,8 @@ class AllRows:
             yield torch.where((split == VALIDATION) & ~trains[self.client], TRAIN, split)
 
 
-def with_rows(fed: Federation, splits: dict[str, Rows]) -> Federation:
-    """Return the same clients with other rows and nothing kept."""
+def with_rows(fed: Federation, splits: dict[str, Rows], origin: Origin | None = None) -> Federation:
+    """Return the same clients with other rows and nothing kept; `origin` builds them for another model."""
     return Federation(
         fed.runtime.with_rows(splits, fed.clusters),
         model=fed.model,
@@ -111,6 +111,7 @@ def with_rows(fed: Federation, splits: dict[str, Rows]) -> Federation:
         truth=fed.truth,
         byzantine=fed.byzantine,
         texts=fed.texts,
+        origin=None if fed.origin is None else origin,
     )
 
 
@@ -139,4 +140,6 @@ def merged(fed: Federation, names: Sequence[str]) -> Federation:
     rows, wanted = AllRows.of(fed), torch.tensor([name in names for name in SPLITS], device=fed.device)
     kept = wanted[rows.split]
     part = AllRows(fed, rows.x[kept], rows.y[kept], rows.client[kept], rows.split[kept])
-    return part.divided(torch.zeros_like(part.split))
+    found = part.divided(torch.zeros_like(part.split))
+    found.origin = None if fed.origin is None else (lambda model: merged(fed.with_model(model), names))
+    return found

@@ -11,6 +11,7 @@ from coterie.models.base import Model
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
+from coterie.models.trees import trees
 from coterie.models.zoo import mlp
 
 
@@ -25,7 +26,16 @@ def _mlp(task: str, l2: float | None) -> Model:
     return mlp((64,), l2=0.0 if l2 is None else l2)
 
 
-TABLE_MODELS: dict[str, Callable[[str, float | None], Model]] = {"linear": _linear, "mlp": _mlp}
+def _trees(task: str, l2: float | None) -> Model:
+    """Return boosted trees, which the method `trees` grows."""
+    return trees()
+
+
+TABLE_MODELS: dict[str, Callable[[str, float | None], Model]] = {
+    "linear": _linear,
+    "mlp": _mlp,
+    "trees": _trees,
+}
 
 
 def table_model(name: str, task: str, l2: float | None = None) -> Model:

@@ -6,12 +6,15 @@ its leaves. Of two children only the one with less curvature is asked for: the o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError, nearest
 from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, SHARE, THRESHOLD, void
+from coterie.models.trees import Trees
 
 ORDERING = 10.0  # curvature added to each level of a category when levels are put in order
 
@@ -253,3 +256,20 @@ def bounds(splits: Tensor, values: Tensor, signs: Tensor) -> tuple[Tensor, Tenso
                 low[tree, above] = low[tree, above].clamp(min=middle)
             under[parent] = left + right
     return low, high
+
+
+def monotone_signs(text: str, names: Sequence[str], model: Trees) -> Tensor:
+    """Return 1, -1 or 0 for each feature, as a text such as "age+, dose-" says."""
+    signs = torch.zeros(model.width, dtype=torch.float64)
+    for word in text.replace(",", " ").split():
+        name, sign = word[:-1], {"+": 1.0, "-": -1.0}.get(word[-1])
+        if sign is None or name not in names:
+            raise SettingError(
+                f"trees: monotone = {word!r} is not a column with + or - behind it.{nearest(name, names)}"
+            )
+        at = names.index(name)
+        if bool(model.categorical[at]) or model.outputs > 1:
+            what = "a category" if bool(model.categorical[at]) else "for more than two classes"
+            raise SettingError(f"trees: monotone = {word!r}: {name} is {what}, which has no order")
+        signs[at] = sign
+    return signs

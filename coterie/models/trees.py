@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from coterie._core.errors import DataError, SettingError
 from coterie.models import histograms
 from coterie.models.base import Model, dot
+from coterie.models.binning import NO_EDGE
 from coterie.models.groups import ParameterGroups
 from coterie.models.metrics import Metric, ScoredRows
 from coterie.models.objectives import COUNTS, OBJECTIVES, Objective
 from coterie.models.predictor import predictions
 from coterie.models.targets import check_column, count_classes
-from coterie.models.tree_walk import COLUMNS, MOST_LEVELS, PARENT, Walk, leaves
+from coterie.models.tree_walk import COLUMNS, FEATURE, MOST_LEVELS, PARENT, THRESHOLD, Walk, leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +146,23 @@ class Trees(Model):
             self.d,
             {"all": [slice(0, self.d)], "head": head, "body": body, "buffers": [], "values": head[1:]},
         )
+
+    def in_units(self, splits: Tensor, edges: Tensor) -> Tensor:
+        """Return splits whose thresholds are bins with the cut points [features, count] in their place."""
+        feature, place = splits[..., FEATURE].long(), splits[..., THRESHOLD]
+        last = torch.full_like(edges[:, :1], NO_EDGE)
+        cuts = torch.cat([edges, last], 1)[feature, place.long().clamp(0, edges.shape[1])]
+        units = splits.to(edges.dtype).clone()
+        number = ~self.categorical.to(edges.device)[feature]
+        units[..., THRESHOLD] = torch.where(number, cuts, place.to(edges.dtype))
+        return units
+
+    def first_trees(self, w: Tensor, count: int) -> Tensor:
+        """Make the trees after the first `count` of w void, and return it."""
+        _, splits, values = self.parts(w)
+        splits[..., count:, :, :, PARENT] = -1
+        values[..., count:, :, :] = 0
+        return w
 
     def leaf_numbers(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the leaf of each row in each tree in use, int64 [..., B, t * C], for w [..., d]."""

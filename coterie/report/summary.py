@@ -235,7 +235,7 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
     if "metric" in plan:
         parts += ["--metric", _quoted(plan["metric"])]
     model = json.loads(data.get("model", "{}")).get("model")
-    if model in TABLE_MODELS and model != "linear":
+    if model in TABLE_MODELS and model != "linear" and not (alone and model == "trees"):
         parts += ["--model", model]
     if "aggregate" in plan:
         parts += ["--aggregate", plan["aggregate"]]

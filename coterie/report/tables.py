@@ -288,6 +288,17 @@ def run_notes(run: Run) -> list[str]:
     return notes
 
 
+def certified(run: Run, target: float) -> str:
+    """Return a sentence on whether a run proved its accuracy."""
+    bound = run.algorithm.certificate(run.state)
+    if bound <= target:
+        return f"Proved after {run.deployed_round} rounds: the training loss is at most {bound:.3g} above its minimum."
+    return (
+        f"Not proved in {run.deployed_round} rounds: the training loss may be {bound:.3g} above its minimum, the "
+        f"target is {target:g}. Give more --rounds, a larger --l2 or a smaller alpha."
+    )
+
+
 def _observed(run: Run) -> dict[str, float]:
     """Return the scalars recorded after the last round, such as the number and purity of clusters."""
     return {

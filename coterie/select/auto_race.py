@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,10 @@ class Entrant:
 
 
 class Race:
-    """Heats and a final check; entrants that diverge or cannot run here drop out."""
+    """Heats and a final check; entrants that diverge or cannot run here drop out.
+
+    `others` are federations with the same clients and splits for methods that train a model of their own, by name.
+    """
 
     def __init__(
         self,
@@ -140,8 +143,10 @@ class Race:
         budget_mb: float | None = None,
         watch: Watch | None = None,
         metric: str | Metric | None = None,
+        others: Mapping[str, Federation] | None = None,
     ) -> None:
         self.fed, self.rounds, self.limit = fed, rounds, limit
+        self.others = dict(others or {})
         self.budget_mb, self.watch = budget_mb, watch
         self.asked = None if metric is None else resolve(metric, fed.model.task)
         self.judge = self.asked or LOSS
@@ -190,9 +195,9 @@ class Race:
         """Advance an entrant; return False if the method cannot run here."""
         try:
             if entrant.running is None:
-                entrant.running = Contestant(
-                    self.fed, entrant.algorithm, self.rounds, every(self.rounds), self.asked
-                )
+                algorithm = entrant.algorithm
+                fed = self.others.get(algorithm.name, self.fed)
+                entrant.running = Contestant(fed, algorithm, self.rounds, every(self.rounds), self.asked)
                 self.everybody.append(entrant)
             entrant.advance(until)
         except CoterieError as problem:
@@ -203,13 +208,15 @@ class Race:
     def _best_of(self, field_: list[Entrant], count: int, heat: int) -> list[Entrant]:
         """Return the best, and always the best settings of training alone, against which gains are told.
 
-        After the first heat the best settings of every method stay, since some start slowly; in the last one
-        different methods are to meet, not many settings of one. Whoever is done stays, since that costs nothing.
+        After the first heat the best settings of every method stay, since some start slowly, and of those that train
+        a model of their own also after the second; in the last one different methods are to meet, not many settings of
+        one. Whoever is done stays, since that costs nothing.
         """
         ranked = sorted(field_, key=lambda entrant: entrant.cost)
         place: dict[str, int] = {}
         standing = [(e, _next(place, e.algorithm.name)) for e in ranked if not e.done]
-        sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name == "local")]
+        always = {"local", *self.others}
+        sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name in always)]
         most = len(ranked) if heat < HEATS - 2 else SETTINGS
         others = [e for e, k in standing if k < most and e not in sure]
         free = count - (len(sure) if heat == 0 else 0)
@@ -221,14 +228,16 @@ class Race:
         asked = self._close()
         if len(asked) < 2 or not can_fold(self.fed):
             return
-        for k, fold in enumerate(folds(self.fed, FOLDS)):
+        others = (folds(fed, FOLDS) for fed in self.others.values())
+        for k, (fold, *apart) in enumerate(zip(folds(self.fed, FOLDS), *others, strict=True)):
+            own = dict(zip(self.others, apart, strict=True))
             found: list[tuple[Entrant, dict[str, Tensor], HeldOutRows | None]] = []
             for entrant in asked:
                 if self._exhausted():
                     return
                 self._report(f"check {k + 1}: {entrant.algorithm.name}")
                 try:
-                    found.append((entrant, *self._again(fold, entrant)))
+                    found.append((entrant, *self._again(own.get(entrant.algorithm.name, fold), entrant)))
                 except CoterieError as problem:
                     self.refused.append(f"{entrant.algorithm.name}, in the check: {problem}")
             for entrant, scores, rows in found:
@@ -238,7 +247,7 @@ class Race:
 
     def _again(self, fold: Federation, entrant: Entrant) -> tuple[dict[str, Tensor], HeldOutRows | None]:
         """Return validation metrics of an entrant trained on other rows, up to the round it was best at."""
-        again = Contestant(fold, entrant.algorithm, entrant.best_round, 0, self.asked)
+        again = Contestant(fold, entrant.algorithm.without_stopping(), entrant.best_round, 0, self.asked)
         again.advance(entrant.best_round)
         entrant.checked_rounds += entrant.best_round
         entrant.megabytes += again.megabytes()

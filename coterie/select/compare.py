@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from coterie._core import files, html
-from coterie._core.errors import SettingError
+from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.models.metrics import Metric, main_metric, resolve
 from coterie.models.metrics import find as find_metric
 from coterie.select.auto_race import every
 from coterie.select.divisions import divisions, federation, folds_for
 from coterie.select.entrants import BASELINES, Watch, entrants, validation_cost
+from coterie.select.grid import trained_by
 from coterie.select.verdict import Verdict, row_metric
 from coterie.train.fit import fit, refit
 from coterie.train.folder import RunFolder, environment
@@ -323,6 +324,7 @@ def compare(
     for division in divisions(whole, seeds, folds):
         place = f"fold {division.number + 1}" if folds > 1 else f"split {division.number + 1}"
         what = "{}, " + place if seeds * folds > 1 else "{}"
+        _require_rows(division.fed)
         for entrant in field_:
             run = entrant.best(division.fed, rounds, meter.watch(what.format(entrant.name)), asked)
             meter.done += entrant.cost(rounds)
@@ -452,7 +454,7 @@ def _deployed(comparison: Comparison, name: str, whole: Federation, rounds: int)
     settings = min(votes, key=lambda algorithm: (-votes[algorithm], cost[algorithm]))
     run = trials[0].run
     return fit(
-        whole,
+        trained_by([settings], whole, rounds),
         settings,
         rounds,
         evaluate_every=every(rounds),
@@ -460,6 +462,16 @@ def _deployed(comparison: Comparison, name: str, whole: Federation, rounds: int)
         metric=run.metric,
         metrics=run.further,
     )
+
+
+def _require_rows(fed: Federation) -> None:
+    """Raise `DataError` if nobody has rows to choose by, or to compare on."""
+    for split in ("validation", "test"):
+        if not fed.has_rows(split):
+            raise DataError(
+                f"no client has {split} rows left when its rows are split, so methods cannot be "
+                "compared. Add rows, or give a larger share for them: --split TRAIN,VALIDATION,TEST"
+            )
 
 
 def _plan(run: Run) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric
 from coterie.select.auto import EFFORT, choose
 from coterie.select.auto_race import THIN, every, stops
-from coterie.select.grid import candidates, suited
+from coterie.select.grid import candidates, suited, trained_by
 from coterie.train.fit import Contestant
 from coterie.train.history import mean_over_clients
 from coterie.train.run import Run
@@ -55,12 +55,13 @@ class Tuned:
         """Start once, so that a method that cannot run here says so before the others have trained."""
         self.method = suited(self.method, fed)
         self.settings = [suited(candidate, fed) for candidate in self.settings]
-        trial = fed.fresh()
+        trial = trained_by(self.settings, fed, 1).fresh()
         trial.enter_round(0, None)
         self.method.start(trial)
 
     def best(self, fed: Federation, rounds: int, watch: Watch, metric: Metric | None = None) -> Run:
         """Return the run that did best on validation rows, at the round at which it did."""
+        fed = trained_by(self.settings, fed, rounds)
         ends, done, total = stops(rounds), 0, self.cost(rounds)
         counts = [*self._counts(len(ends)), 1]
         field: list[tuple[Algorithm, Contestant | None]] = [(algorithm, None) for algorithm in self.settings]

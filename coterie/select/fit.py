@@ -35,6 +35,7 @@ def fit(
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
     refit: str | None = None,
+    target: float | None = None,
     aggregate: str | Aggregate | None = None,
     privacy: Privacy | None = None,
 ) -> Run:
@@ -50,11 +51,14 @@ def fit(
     beyond that in a temporary file. `metric` (a name such as "auc", or a `coterie.metrics.Metric`) is what "auto" and
     `select="best"` go by instead of the loss, and what reports show; `metrics` are recorded beside it. `refit`
     trains the deployed models again, for as many rounds: "validation" on training and validation rows, as "auto" does
-    unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before.
+    unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before. With a `target`
+    training stops as soon as the method proves that its objective is at most that far above the minimum (`flix`).
     `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
     `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client.
     """
     if algorithm == "auto":
+        if target is not None:
+            raise SettingError("auto chooses on validation rows; an accuracy is a target for flix")
         if aggregate is not None or privacy is not None:
             raise SettingError("a race takes no aggregate= or privacy=; fit the method it chose with them")
         if track is not None:
@@ -85,6 +89,7 @@ def fit(
         metric=metric,
         metrics=metrics,
         refit=refit or "none",
+        target=target,
         aggregate=aggregate,
         privacy=privacy,
     )

@@ -63,6 +63,29 @@ def candidates(
     return chosen
 
 
+def trained_by(algorithms: Sequence[Algorithm], fed: Federation, rounds: int) -> Federation:
+    """Return the federation with the model that these settings of a method train, where it has one of its own.
+
+    Parameters
+    ----------
+    algorithms
+        Settings of one method.
+    fed
+        The federation, made from a table if it has another model.
+    rounds
+        Rounds of a run.
+
+    Returns
+    -------
+    Federation
+        The same clients and splits; `fed` itself if the method trains any model.
+    """
+    own = [model for model in (one.own_model(rounds) for one in algorithms) if model is not None]
+    if not own or isinstance(fed.model, type(own[0])):
+        return fed
+    return fed.with_model(max(own, key=lambda model: getattr(model, "leaves", 0)))
+
+
 def suited(algorithm: Algorithm, fed: Federation) -> Algorithm:
     """Return the method with all clients in one group where it would use known clusters and there are none."""
     if fed.clusters is None and algorithm.settings().get("grouping") == "known":

@@ -40,9 +40,9 @@ class Findings:
     rows: Tensor  # [n]
     support: float  # squared prediction per row that a shared model explains, minus what its own error adds
     doubt: float  # standard error of `support`
-    exact: (
-        bool  # True: shared models that leave out one client each; False: models of two halves of the clients
-    )
+    exact: bool  # True: shared models without one client each; False: models of two halves of the clients
+    columns: int = 1  # features
+    shift: float = 0.0  # how much the covariance of the features differs between clients, beyond chance
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ class Survey(Algorithm):
             r[name].cpu().double() for name in ("curve", "error", "noise", "distance")
         )
         rows_of = r.weights.squeeze(-1).cpu().double()
-        return Findings(r.ids.cpu(), lam, curve, error, noise, distance, rows_of, support, doubt, exact)
+        shift = max(0.0, float(totals[6]) / len(seen)) if exact else 0.0
+        found = (curve, error, noise, distance, rows_of, support, doubt, exact, head.columns, shift)
+        return Findings(r.ids.cpu(), lam, *found)
 
     def _leave_out(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
         """Survey least squares: every client subtracts its own part from the sums of X'X and X'y."""
@@ -141,13 +143,14 @@ class Survey(Algorithm):
                     *linearised(client.model, c, inputs.double(), targets, weight), count
                 )
                 parts += [found.k, found.square, found.count]
-            return torch.cat([*parts, left_out.curves(matrix, own, count, rows, lam).flatten(-2)], -1)
+            curves = left_out.curves(matrix, own, count, rows, lam).flatten(-2)
+            return torch.cat([*parts, curves, left_out.shift(matrix, own, count)], -1)
 
         found = client.over_rows(profiles_and_curves, size)
         profiles = torch.unflatten(found[..., : 6 * (d + 1)], -1, (6, d + 1))
-        curves = torch.unflatten(found[..., 6 * (d + 1) :], -1, (4, len(lam)))
+        curves = torch.unflatten(found[..., 6 * (d + 1) : -1], -1, (4, len(lam)))
         client.keep.profiles, client.keep.curves = profiles, curves
-        return {"facts": _facts(profiles)}
+        return {"facts": torch.cat([_facts(profiles), found[..., -1:]], -1)}
 
     def receive(self, client: Client, pretrained: Tensor) -> None:
         """Store the parameters that give the features."""

@@ -16,6 +16,7 @@ from coterie.theory.variance_components import Components, Sums, pattern, residu
 
 _SMALLEST = 1e-9  # variances are sought down to this share of their scale
 _INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
+_CLOSE = 1e-8  # relative; deviances that are only compared with each other are found to this
 _NOISE_ROWS = 4.0  # rows of average noise that each of several noise variances is thought to have seen
 _LOW, _HIGH = math.log(_SMALLEST) - 1, 25.0
 
@@ -147,7 +148,11 @@ class Likelihood:
         return value
 
     def fit(
-        self, start: Tensor, fixed: dict[int, float] | None = None, steps: int = 15000
+        self,
+        start: Tensor,
+        fixed: dict[int, float] | None = None,
+        steps: int = 15000,
+        tolerance: float = 1e-13,
     ) -> tuple[Tensor, float]:
         """Return the point with the smallest deviance, and that; some numbers may be kept as they are given."""
         from scipy.optimize import minimize
@@ -175,7 +180,7 @@ class Likelihood:
             jac=True,
             method="L-BFGS-B",
             bounds=[bounds[k] for k in free],
-            options={"ftol": 1e-13, "maxiter": steps},
+            options={"ftol": tolerance, "maxiter": steps},
         )
         return base.index_copy(0, free, torch.tensor(found.x)), float(found.fun)
 
@@ -255,7 +260,12 @@ def maximum_likelihood(
 
 
 def best_effects(
-    sums: Sums, candidates: dict[str, Tensor], *, noise: float | None = None, restricted: bool = False
+    sums: Sums,
+    candidates: dict[str, Tensor],
+    *,
+    noise: float | None = None,
+    restricted: bool = False,
+    near: Components | None = None,
 ) -> str:
     """Return the name of the effects with the smallest AIC, -2 log marginal likelihood + 2 variances.
 
@@ -269,6 +279,8 @@ def best_effects(
         sigma^2 if it is known.
     restricted
         Whether the likelihood is the restricted one.
+    near
+        Variances to start the searches from.
 
     Returns
     -------
@@ -289,7 +301,8 @@ def best_effects(
     scores = {}
     for name, groups in candidates.items():
         model = Likelihood(sums, groups, noise=noise, restricted=restricted)
-        scores[name] = model.fit(model.start())[1] + 2 * (1 + (sums.k > 1)) * model.variances
+        found = model.fit(model.start(near), tolerance=_CLOSE)[1]
+        scores[name] = found + 2 * (1 + (sums.k > 1)) * model.variances
     return min(scores, key=lambda name: scores[name])
 
 

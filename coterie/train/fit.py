@@ -55,6 +55,7 @@ def fit(
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
     refit: str = "none",
+    target: float | None = None,
     aggregate: str | Aggregate | None = None,
     privacy: Privacy | None = None,
 ) -> Run:
@@ -90,6 +91,9 @@ def fit(
     refit
         'validation' trains the deployed models again, for as many rounds, on training and validation rows together,
         'all' on test rows too. Scores stay those of the models before.
+    target
+        Stop as soon as the algorithm proves that the training objective is at most this far above its minimum;
+        `rounds` is the most it may take.
     state_memory
         Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
     aggregate
@@ -133,6 +137,7 @@ def fit(
         "checkpoint_every": checkpoint_every or 0,
         **metric_plan(chosen, further),
         **refit_plan(fed, refit),
+        **target_plan(fed, algorithm, target, rounds),
         **({} if aggregate is None else {"aggregate": str(_rule(aggregate))}),
         **private.as_plan(privacy),
     }
@@ -404,8 +409,8 @@ def _advance(
     folder: RunFolder | None = None,
     watch: Watch | None = None,
 ) -> None:
-    """Run the rounds up to `until`."""
-    rounds, every = plan["rounds"], plan["evaluate_every"]
+    """Run the rounds up to `until`, or until the target is proved."""
+    every = plan["evaluate_every"]
     clock, stride = Clock(plan["checkpoint_every"]), rounds_ahead(fed)
     while progress.round < until:
         before = progress.round
@@ -416,18 +421,27 @@ def _advance(
             last = min(last, before + stride)
             deferred_finite_check(fed, progress, functools.partial(_move_to, fed, algorithm, progress, last))
         t = progress.round
+        if "target" in plan and algorithm.certificate(progress.state) <= plan["target"]:
+            plan["rounds"] = until = t  # proved: nothing is left to do
+        rounds = _expected(algorithm, progress, plan)
         if watch is not None:
             for unseen in range(before + 1, t):
                 watch(unseen, rounds)
-        if t < rounds and every and t % every == 0:
+        if t < plan["rounds"] and every and t % every == 0:
             _score(fed, algorithm, progress, plan)
         if watch is not None:
             watch(t, rounds)
         measured = t == 1 and bool(fed.model.measured())
         ends = "epsilon" in plan or (folder is not None and not folder.can_write_tables())
-        if folder is not None and (measured or clock.due(t) if t < rounds else ends):
+        if folder is not None and (measured or clock.due(t) if t < plan["rounds"] else ends):
             with clock.saving():
                 checkpoint.save(folder.checkpoints, fed, progress)
+
+
+def _expected(algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> int:
+    """Return the number of rounds that is expected now: with a target it falls as rounds come in."""
+    left = algorithm.rounds_left(progress.state, plan["target"]) if "target" in plan else None
+    return int(plan["rounds"] if left is None else min(plan["rounds"], progress.round + left))
 
 
 def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
@@ -494,6 +508,16 @@ def _finish(
     return run
 
 
+def target_plan(fed: Federation, algorithm: Algorithm, target: float | None, rounds: int) -> dict[str, float]:
+    """Return what the plan of a run says of its target; nothing if there is none."""
+    if target is None:
+        return {}
+    if not target > 0:
+        raise SettingError(f"the target is {target}; it must be positive")
+    algorithm.require_certificate(fed)
+    return {"target": float(target), "most_rounds": rounds}
+
+
 def refit_plan(fed: Federation, which: str) -> dict[str, str]:
     """Return what the plan of a run says of refitting; nothing if there are no more rows to train on."""
     if which not in REFIT:
@@ -505,7 +529,7 @@ def refit_plan(fed: Federation, which: str) -> dict[str, str]:
     return {"refit": which}
 
 
-def refit(run: Run, which: str) -> Run:
+def refit(run: Run, which: str, target: float | None = None, rounds: int | None = None) -> Run:
     """Train the deployed models of a run again, for as many rounds, on more of the rows; scores stay as they are.
 
     Parameters
@@ -514,6 +538,10 @@ def refit(run: Run, which: str) -> Run:
         The run, which is changed.
     which
         'validation' for training and validation rows, 'all' for all rows, 'none'.
+    target
+        As in `fit`.
+    rounds
+        The most rounds it may take, by default as many as the run.
 
     Returns
     -------
@@ -530,7 +558,12 @@ def refit(run: Run, which: str) -> Run:
     if not refit_plan(run.fed, which):
         return run
     again = fit(
-        merged(run.fed, REFIT[which]), run.algorithm, run.deployed_round, evaluate_every=0, score_test=False
+        merged(run.fed, REFIT[which]),
+        run.algorithm,
+        run.deployed_round if rounds is None else rounds,
+        evaluate_every=0,
+        score_test=False,
+        target=target,
     )
     run.scored, run.personal, run.state, run.refit = run.personal, again.personal, again.state, which
     run.seconds += again.seconds
@@ -542,7 +575,8 @@ def refit(run: Run, which: str) -> Run:
 
 def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:
     """Refit a run if its plan says so, and save it if it has a folder."""
-    refit(run, plan.get("refit", "none"))
+    proof = {"target": plan["target"], "rounds": plan["most_rounds"]} if "target" in plan else {}
+    refit(run, plan.get("refit", "none"), **proof)
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path

@@ -162,6 +162,7 @@ def test_clusters_above_clients():
     assert (np.abs(found - best.x) / np.sqrt(np.diag(best.hess_inv))).max() < 0.3
 
 
+@pytest.mark.slow
 def test_an_intercept_that_helps_is_found_among_many_features():
     """With one variance for all of 24 coefficients it drowns; effects = "auto" gives it one of its own."""
     xs, ys = world("logistic", 5, clients=60, rows=15, features=23)
@@ -171,6 +172,7 @@ def test_an_intercept_that_helps_is_found_among_many_features():
     assert float(run.state.within[0, :-1].max()) < 0.1
 
 
+@pytest.mark.slow
 def test_correlated_slopes_are_those_of_statsmodels():
     sm = pytest.importorskip("statsmodels.api")
     rng = np.random.default_rng(2)
@@ -213,6 +215,7 @@ def test_noise_of_its_own(noise):
     assert (run.personal - found.models(sums)).abs().max() < 2e-3
 
 
+@pytest.mark.slow
 def test_one_client_in_other_units_moves_nobody():
     """Twelve clients, one with targets times 1000: the others' error grows by less than 5 %."""
     rng = np.random.default_rng(3)

@@ -101,6 +101,7 @@ def test_without_a_pull_leaves_are_those_of_the_client_alone():
             assert torch.allclose(found[here], y[here].mean().expand(int(here.sum())), atol=1e-9)
 
 
+@pytest.mark.slow
 def test_growth_ends_when_validation_loss_no_longer_falls():
     fed = a_federation(split=(0.5, 0.5, 0.0), model=models.trees(200, 16))
     run = fit(fed, make("trees", lr=0.5, least=0.1, patience=5), rounds=200, evaluate_every=1)
@@ -208,7 +209,6 @@ def test_other_methods_go_on_from_the_leaves():
         ({"lambda_": "much"}, "auto, shared or a number"),
         ({"lambda_": -1.0}, "below 0"),
         ({"monotone": "x9+"}, "not a column"),
-        ({"leaves": 32}, "room for 8"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings, message):

@@ -264,6 +264,7 @@ def test_without_a_warmup_a_bad_first_clustering_stays(seed):
     assert error(common) < 10 < 100 < min(error(own), error(stuck))
 
 
+@pytest.mark.slow
 def test_a_client_between_clusters_adopts_a_model_that_fits():
     algorithm = make("pdl-tc", clusters=4, rule="size", batch=0)
     found = fit(figure_one(0), algorithm, rounds=20, evaluate_every=0)

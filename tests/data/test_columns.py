@@ -260,3 +260,16 @@ def test_a_target_of_whole_numbers_gets_a_hint(values: Any, hinted: bool) -> Non
     assert ("--task regression" in said) == hinted
     if hinted:
         assert "--task" not in " ".join(tables.check(frame, "site", "sick", task="regression").warnings)
+
+
+def test_years_of_a_panel_are_no_identifier_and_numbers_that_are_all_there_is_are_used() -> None:
+    states, years = 6, range(1950, 2020)
+    rows = [(f"state {k}", year, (7 * year + k) % 11) for k in range(states) for year in years]
+    panel = pl.DataFrame(rows, schema=["state", "year", "deaths"], orient="row")
+    numbered = panel.with_columns(number=pl.Series([(37 * k) % 421 for k in range(len(panel))]))
+    fed = coterie.Federation.from_table(numbered, "state", "deaths")
+    assert fed.table.preprocessor.feature_names == ["year"]
+    assert any("'number'" in said for said in fed.table.warnings)
+    alone = coterie.Federation.from_table(numbered.drop("year"), "state", "deaths")
+    assert alone.table.preprocessor.feature_names == ["number"]
+    assert any("no other column is left" in said for said in alone.table.warnings)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from coterie import models
+from coterie._core.errors import SettingError
 from coterie.engine.federation import Federation
 from coterie.engine.resplit import TEST, TRAIN, AllRows, merged
 from coterie.models.metrics import find
@@ -85,3 +87,34 @@ def test_values_of_rows_have_the_metrics_as_means() -> None:
             mean = torch.zeros(4, dtype=torch.float64).index_add_(0, client, values) / fed.rows["train"]
             mean = mean.sqrt() if find(name).is_root else mean
             torch.testing.assert_close(mean, expected[name].double(), rtol=1e-5, atol=1e-6)
+
+
+def table(rows: int = 60) -> dict[str, list]:
+    """Rows whose target says which row it is, with a category and gaps."""
+    site = [("a", "b", "c")[k % 3] for k in range(rows)]
+    kind = [None if k % 7 == 0 else ("u", "v")[k % 2] for k in range(rows)]
+    return {
+        "site": site,
+        "x": [k * 0.37 % 1 for k in range(rows)],
+        "kind": kind,
+        "y": [k + 0.5 for k in range(rows)],
+    }
+
+
+def test_another_model_sees_the_same_rows_in_the_same_splits() -> None:
+    fed = Federation.from_table(table(), "site", "y", seed=3)
+    everything = AllRows.of(fed)
+    ways = [
+        fed,
+        fed.fresh(),
+        everything.divided(everything.again((0.5, 0.2, 0.3), 4)),
+        merged(fed, ("train", "test")),
+    ]
+    for mine in ways:
+        other = mine.with_model(models.trees(3, 4))
+        assert other.model.levels == (0, 2) and other.names == mine.names
+        for split in ("train", "validation", "test"):
+            first, second = mine.runtime.rows(split), other.runtime.rows(split)
+            assert torch.equal(first.y, second.y) and torch.equal(first.size, second.size)
+    with pytest.raises(SettingError, match="from a table"):
+        labelled(SIZES).with_model(models.linear())

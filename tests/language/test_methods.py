@@ -188,6 +188,7 @@ def test_the_papers_size_is_recorded_as_it_is_planned() -> None:
     assert run["seconds"] < run["seconds_with_start"] < 25 * 60
 
 
+@pytest.mark.slow
 def test_one_job_needs_neither_polars_nor_rich() -> None:
     """What runs on a machine with torch, transformers and peft only."""
     code = (

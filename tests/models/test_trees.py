@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from coterie import models
 from coterie._core.errors import DataError, SettingError
 from coterie.models import fast
-from coterie.models.binning import NO_EDGE, cut_points, sketch, to_bins
+from coterie.models.binning import GRIDS, LEAST, NO_EDGE, GridSearch, cell_counts, to_bins
 from coterie.models.histograms import assign, histograms
 from coterie.models.objectives import OBJECTIVES
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, leaf_sums, nodes_of
@@ -77,20 +78,97 @@ def test_histograms_are_sums_over_rows(way):
             assert (found[client, tree, place, feature, bin_] - expected).abs().max() <= 1e-10
 
 
-def test_sketches_of_parts_cut_as_the_whole_does():
-    draw = torch.Generator().manual_seed(3)
-    x = torch.randn(4000, 2, generator=draw, dtype=torch.float64)
-    x[:, 1] = torch.randint(0, 7, (4000,), generator=draw).double()
+def searched(parts, bins=64):
+    """Return the cut points that the counts of some clients lead to, and the last grid of each feature."""
+    search, grids = GridSearch(torch.arange(parts[0].shape[1]), bins, parts[0].dtype), {}
+    for _ in range(GRIDS):
+        if not len(search.asked):
+            break
+        asked, grid = search.asked, search.grid
+        assert (grid.diff(dim=1) >= 0).all()
+        grids |= dict(zip(asked.tolist(), grid, strict=True))
+        counts = [cell_counts(part[:, asked], torch.ones(len(part)).to(part), grid) for part in parts]
+        search.learn(torch.stack(counts).sum(0))
+    return search.edges(parts[0].shape[1]), grids
+
+
+def columns_of_all_kinds(seed, rows):
+    draw = np.random.default_rng(seed)
+    some = draw.uniform(size=rows)
+    values = {
+        "normal": draw.normal(size=rows),
+        "heavy tails": draw.standard_cauchy(rows),
+        "many magnitudes": np.exp(5 * draw.normal(size=rows)),
+        "tiny": 1e-25 * draw.normal(size=rows),
+        "years": 1900 + draw.integers(0, 120, rows),
+        "integers": draw.integers(-3, 7, rows),
+        "seconds": 1.6e9 + draw.integers(-100, 100, rows),
+        "seconds and zeros": np.where(some < 0.5, 0, 1.6e9 + draw.uniform(-100, 100, rows)),
+        "many zeros": np.where(some < 0.9, 0, draw.exponential(size=rows)),
+        "many of another": np.where(some < 0.9, 7.7, draw.normal(size=rows)),
+        "money": np.round(np.exp(draw.normal(8, 1, rows)), -2),
+        "constant": np.full(rows, 7.3),
+        "two": some < 0.3,
+        "rare": np.arange(rows) < 3,
+    }
+    return {name: torch.tensor(column).double() for name, column in values.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(3))
+def test_cut_points_from_counts_are_close_to_quantiles(seed, dtype):
+    """No bin holds more than a fair share and half of one, unless it holds one value; bins of few values hold one."""
+    columns = columns_of_all_kinds(seed, 3000)
+    x = torch.stack(list(columns.values()), 1).to(dtype)
     x[::9, 0] = NAN
-    parts = x.split([1000, 2500, 500])
-    points, mass = zip(*(sketch(part, torch.ones(len(part)).double(), 256) for part in parts), strict=True)
-    assert sum(float(part[0].sum()) for part in mass) == pytest.approx(float((~x[:, 0].isnan()).sum()))
-    edges = cut_points(torch.cat(points, -1), torch.cat(mass, -1), 31)
-    assert edges[1, :6].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
-    assert (edges[1, 6:] == NO_EDGE).all()
-    present = x[~x[:, 0].isnan(), 0]
-    shares = (present.unsqueeze(-1) <= edges[0]).double().mean(0)
-    assert (shares - torch.arange(1, 32) / 32).abs().max() < 0.01  # ranks of cut points are those asked for
+    edges, _ = searched(x.split([1000, 1900, 100]))
+    bins = to_bins(x, edges, torch.zeros(len(columns), dtype=torch.bool))
+    assert (bins[::9, 0] == 63).all()
+    for k, name in enumerate(columns):
+        known = x[~x[:, k].isnan(), k]
+        values, counts = known.unique(return_counts=True)
+        held = [known[bins[~x[:, k].isnan(), k] == b].unique() for b in range(63)]
+        if len(values) <= 63:
+            assert max(len(one) for one in held) == 1, name
+            continue
+        fair = len(known) / 63
+        assert sum(len(one) > 0 for one in held) >= 0.9 * float(counts[counts < fair].sum()) / fair, name
+        for b, one in enumerate(held):
+            rows = int((bins[:, k] == b).sum())
+            assert len(one) <= 1 or rows <= 1.5 * fair + counts[counts <= fair].max(), (name, b)
+
+
+def test_cut_points_lie_in_the_middle_between_discrete_values():
+    x = torch.tensor([0.0, 1.0, 2.0, 5.0, -4.0] * 30, dtype=torch.float64).unsqueeze(-1)
+    edges, _ = searched([x[:40], x[40:]])
+    assert edges[0, :4].tolist() == pytest.approx([-2.0, 0.5, 1.5, 3.5], abs=1e-6)
+    assert (edges[0, 4:] == NO_EDGE).all()
+
+
+def test_grids_do_not_close_in_on_what_few_rows_have():
+    """A cell that holds one row, next to many others, stays as wide as the cells that were asked for by the others."""
+    x = torch.cat([torch.linspace(1, 2, 500), torch.tensor([1234.5678])]).double().unsqueeze(-1)
+    _, grids = searched([x])
+    near = grids[0][torch.searchsorted(grids[0], x[-1]) - 1 :][:2]
+    assert near[0] < 1100 and near[1] > 1300
+    few = torch.tensor([3.14159, 2.71828, 1.41421, 1.61803][: LEAST - 1]).double().unsqueeze(-1)
+    _, grids = searched([few])
+    assert torch.equal(grids[0], GridSearch(torch.arange(1), 64, torch.float64).grid[0])
+
+
+def test_counts_of_a_stack_are_those_of_each_client():
+    draw = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(2, 20, 3, generator=draw), torch.ones(2, 20)
+    weight[1, 15:], x[0, 3, 1] = 0, NAN
+    grid = torch.tensor([[-1.0, 0.0, 1.0]]).expand(3, -1).contiguous()
+    both = cell_counts(x, weight, grid)
+    for k, rows in enumerate((20, 15)):
+        assert torch.equal(both[k], cell_counts(x[k, :rows], weight[k, :rows], grid))
+        for feature in range(3):
+            column = x[k, :rows, feature]
+            ends = [-torch.inf, -1.0, 0.0, 1.0, torch.inf]
+            expected = [int(((column > a) & (column <= b)).sum()) for a, b in itertools.pairwise(ends)]
+            assert both[k, feature].tolist() == expected
 
 
 def brute_force(x, g, h, rules, kind, codes):

@@ -133,6 +133,7 @@ def test_calibration_of_true_probabilities_is_the_diagonal() -> None:
     np.testing.assert_allclose(mean, share, atol=0.04)
 
 
+@pytest.mark.slow
 def test_coefficients_and_intervals_are_those_of_maximum_likelihood(tmp_path: Path) -> None:
     statsmodels = pytest.importorskip("statsmodels.api")
     draw = np.random.default_rng(0)

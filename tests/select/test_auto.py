@@ -13,6 +13,7 @@ import coterie
 from coterie import models
 from coterie._core.errors import CoterieError, DataError, SettingError
 from coterie.algorithms import make
+from coterie.data import tables
 from coterie.engine.federation import Federation
 from coterie.models.metrics import find
 from coterie.select import auto, auto_explain
@@ -20,6 +21,7 @@ from coterie.select.auto_race import Entrant, Race, clearly
 from coterie.select.compare import compare
 from coterie.select.cross_validation import folds
 from coterie.train.fit import Contestant, fit, resume
+from coterie.train.predict import Predictor
 
 SPLIT = (0.6, 0.2, 0.2)
 
@@ -94,6 +96,7 @@ def test_fit_auto_writes_a_run_folder_with_the_reasons(tmp_path: Path) -> None:
         coterie.fit(fed, "auto", 18, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_compare_takes_auto() -> None:
     comparison = compare(world(30, 0.3), algorithms=["auto"], seeds=1, rounds=18, budget=2)
     assert [row["algorithm"] for row in comparison.rows] == ["local", "fedavg", "fine-tuned", "auto"]
@@ -328,3 +331,49 @@ def test_auto_by_a_metric_says_so_and_keeps_it(tmp_path: Path) -> None:
     assert again.metric == "mae" and torch.equal(again.personal, run.personal)
     rounds, values = run.history.curve("validation", "mae")
     assert run.deployed_round == rounds[values.index(min(values))]
+
+
+def steps_table(effect: float = 3.0, rows: int = 400) -> dict[str, list]:
+    """A table in which a step and an interaction matter, and an intercept of each client."""
+    draw = torch.Generator().manual_seed(5)
+    x = torch.rand(rows, 3, generator=draw, dtype=torch.float64)
+    site = torch.randint(0, 5, (rows,), generator=draw)
+    y = 4 * (x[:, 0] > 0.5) * (x[:, 1] > 0.5) + effect * site + 0.2 * torch.randn(rows, generator=draw)
+    columns = {f"x{k}": x[:, k].tolist() for k in range(3)}
+    return {"site": [f"s{k}" for k in site.tolist()], **columns, "y": y.tolist()}
+
+
+def test_trees_race_beside_linear_models_and_win_where_effects_are_not_linear(tmp_path: Path) -> None:
+    fed = Federation.from_table(steps_table(), "site", "y")
+    run = coterie.fit(fed, "auto", 30, tmp_path / "run", refit="validation")
+    assert run.algorithm.name == "trees" and run.refit == "validation"
+    assert {"local", "fedavg", "hierarchical"} < {row["method"] for row in run.choice.rows}
+    linear = coterie.fit(fed, make("hierarchical", grouping="one"), 30)
+    assert run.pooled("test", "rmse") < 0.6 * linear.pooled("test", "rmse")
+    assert torch.equal(resume(tmp_path / "run", run.fed).personal, run.personal)
+    assert len(Predictor.load(tmp_path / "run")(tables.read(steps_table()))) == 400
+
+
+def test_linear_models_win_where_effects_are_linear() -> None:
+    draw = torch.Generator().manual_seed(6)
+    x = torch.randn(240, 3, generator=draw, dtype=torch.float64)
+    y = x.sum(1) + 0.5 * torch.randn(240, generator=draw)
+    site = [f"s{k % 6}" for k in range(240)]
+    columns = {f"x{k}": x[:, k].tolist() for k in range(3)}
+    fed = Federation.from_table({"site": site, **columns, "y": y.tolist()}, "site", "y")
+    choice = coterie.choose(fed, rounds=27, effort=8)
+    assert choice.run.algorithm.name != "trees"
+    assert any(row["method"] == "trees" and row["rounds"] == 27 for row in choice.rows), "to the last heat"
+
+
+def test_auto_needs_no_model_of_trees() -> None:
+    fed = Federation.from_table(steps_table(rows=60), "site", "y", model="trees")
+    with pytest.raises(SettingError, match="by itself"):
+        coterie.choose(fed, rounds=9)
+
+
+def test_checks_do_not_stop_by_the_rows_that_they_are_judged_on() -> None:
+    fed = Federation.from_table(steps_table(rows=120), "site", "y", model=models.trees(30, 4))
+    run = fit(fed, make("trees", leaves=4, lr=0.5, least=0.1).without_stopping(), 30, evaluate_every=0)
+    assert run.state.best == run.state.planted == 30
+    assert make("ditto").without_stopping() == make("ditto")

@@ -65,6 +65,7 @@ def test_profile_ends_have_the_right_deviance():
         assert abs(model.fit(point, {1: end})[1] - best - 2.705543) < 0.02
 
 
+@pytest.mark.slow
 def test_tests_know_whether_clients_differ():
     """Under the null p-values are 1 half of the time and below 0.1 a tenth of the time; else tiny."""
     small = []

@@ -28,7 +28,7 @@ def federation(scale: float = 1.0, clients: int = 6) -> coterie.Federation:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("async-l2gd", {"gamma": 1000.0}),
+        ("async-l2gd", {"lr": 10.0, "gamma": 0.01, "lambda_": 0.01}),
         ("fedavg", {"lr": 100.0}),
         ("ditto", {"lr": 3.0}),
         ("local", {"lr": 100.0}),

@@ -71,6 +71,7 @@ def test_what_cannot_be_refitted() -> None:
     assert alone.trained_on == ("train",), "there are no more rows"
 
 
+@pytest.mark.slow
 def test_auto_refits_unless_told_otherwise(tmp_path: Path) -> None:
     fed = federation((30, 30, 30), split=SPLIT)
     run = coterie.fit(fed, "auto", 9, tmp_path / "auto")

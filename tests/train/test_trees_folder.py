@@ -80,7 +80,7 @@ def test_onnx_takes_raw_columns(run, rows, expected):
 def test_torchscript_takes_raw_columns(run, rows, expected):
     numbers, texts = columns(run, rows)
     module = torch.jit.load(str(export(run.folder, CLIENT, "torchscript")))
-    found = module({name: torch.from_numpy(value) for name, value in numbers.items()}, texts)
+    found = module({name: torch.tensor(value) for name, value in numbers.items()}, texts)
     assert np.abs(found[:, 1].numpy() - expected).max() < 1e-12
 
 
@@ -106,3 +106,46 @@ def test_the_command_line_makes_the_model_by_itself(tmp_path):
     assert done.exit_code == 0, done.output
     assert Predictor.load(tmp_path / "run").model.trees == 3
     assert (tmp_path / "run" / "report.html").exists()
+
+
+HEARTS = ["heart_disease", "--client", "hospital", "--target", "sick", "--model", "trees"]
+
+
+def test_the_command_line_takes_the_model_trees(tmp_path):
+    words = ["fit", *HEARTS, "--rounds", "3", "--out", str(tmp_path / "run")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert Predictor.load(tmp_path / "run").model.trees == 3
+    for name, remedy in (("ditto", "does not grow trees"), ("auto", "by itself")):
+        done = CliRunner().invoke(app, [*words[:-1], str(tmp_path / name), "--algorithm", name])
+        assert remedy in str(done.exception)
+        assert not (tmp_path / name).exists()
+
+
+def test_trees_are_compared_with_linear_models(tmp_path):
+    words = ["compare", *HEARTS, "--rounds", "3", "--budget", "2", "--out", str(tmp_path / "both")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    kinds = {
+        name: Predictor.load(tmp_path / "both" / name).model.describe()["model"]
+        for name in ("local", "trees")
+    }
+    assert kinds == {"local": "logistic", "trees": "trees"}
+
+
+def test_trees_are_tuned_with_room_for_all_settings(tmp_path):
+    pytest.importorskip("optuna")
+    words = [
+        "tune",
+        *HEARTS,
+        "--rounds",
+        "2",
+        "--trials",
+        "2",
+        "--sampler",
+        "grid",
+        "--out",
+        str(tmp_path / "study"),
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "--algorithm trees" in done.output and "--model trees" in done.output
