@@ -127,6 +127,9 @@ class Algorithm:
     name: ClassVar[str] = ""
     reveals: ClassVar[Reveals] = {}
     optional: ClassVar[frozenset[str]] = frozenset()  # phases that some settings or commands do without
+    sentinels: ClassVar[frozenset[float]] = (
+        frozenset()
+    )  # numbers in its messages that stand for something else
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
     starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
     stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server

@@ -25,7 +25,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.base import Model
-from coterie.models.binning import GRIDS, GridSearch, cell_counts, grid_size, to_bins
+from coterie.models.binning import GRIDS, NO_EDGE, GridSearch, cell_counts, grid_size, to_bins
 from coterie.models.histograms import histograms
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, nodes_of
 from coterie.models.tree_growth import Growth, Rules, bounds, monotone_signs
@@ -95,6 +95,7 @@ class BoostedTrees(Algorithm):
     balance: bool = setting(False, "weigh classes inversely to their numbers of rows")
 
     varying: ClassVar[frozenset[str]] = frozenset({"survey", "histogram"})
+    sentinels: ClassVar[frozenset[float]] = frozenset({float(NO_EDGE), SHARED})
     reveals: ClassVar[Reveals] = {
         "tally": "aggregate",
         "survey": "values",

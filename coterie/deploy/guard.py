@@ -21,7 +21,7 @@ from torch import Tensor
 from coterie._core import files
 from coterie._core.errors import CoterieError
 from coterie._core.printable import printable
-from coterie.algorithms import find
+from coterie.algorithms import all_algorithms, find
 from coterie.algorithms.base import Algorithm
 from coterie.data.federated import Roles
 from coterie.deploy.audit import AuditLog, verify
@@ -198,13 +198,18 @@ class Guard:
             self.questions[f"{run} {str(entry['question']).partition(' ')[0]}"] = str(entry["question"])
 
     def _require_bounded(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        most = self.policy.largest_number
+        most, stand_for = self.policy.largest_number, _sentinels(header)
         for value in tensors.values():
-            if value.is_floating_point() and not bool((value.abs() <= most).all()):
+            if not value.is_floating_point():
+                continue
+            fine = value.abs() <= most
+            for number in stand_for:
+                fine |= value == number
+            if not bool(fine.all()):
                 raise Refusal(f"policy: numbers in messages are finite and at most {most:g}")
         for name in ("numbers", "welcome_numbers"):
             for value in dict(header.get(name) or {}).values():
-                if isinstance(value, int | float) and not abs(value) <= most:
+                if isinstance(value, int | float) and not abs(value) <= most and value not in stand_for:
                     raise Refusal(f"policy: numbers in messages are finite and at most {most:g}")
 
     def _require_roles(self, told: Any) -> None:
@@ -344,6 +349,12 @@ class Guard:
             raise Pending("the owner of this node has not approved the run yet")
         if algorithm is not None and path.read_text().strip() != _digest(algorithm):
             raise Refusal("policy: the owner approved another method or other settings for this run")
+
+
+def _sentinels(header: Mapping[str, Any]) -> frozenset[float]:
+    """Return large numbers that have a meaning in messages of a method; `messages.run` takes those of its run only."""
+    known = all_algorithms().get(str(header.get("algorithm", "")))
+    return frozenset() if known is None else known.sentinels
 
 
 def _digest(value: Any) -> str:

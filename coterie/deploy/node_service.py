@@ -34,10 +34,11 @@ from coterie.deploy.audit import AuditError, AuditLog
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.deploy.guard import RUN, Guard, Pending, Refusal
 from coterie.deploy.identity import Identity
+from coterie.deploy.node_masks import KINDS as MASK_KINDS
+from coterie.deploy.node_masks import NodeMasks
 from coterie.deploy.node_privacy import NodePrivacy
 from coterie.deploy.policy import TRUSTING, Policy
-from coterie.deploy.secure_sums import KINDS as SUM_KINDS
-from coterie.deploy.secure_sums import NodeMasks, NodeSums
+from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.build import make_runtime
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.description import description, from_description
@@ -248,7 +249,7 @@ class NodeService:
         "score": score,
         "finish": finish,
         "sum": sums,
-        **dict.fromkeys(SUM_KINDS, mask),
+        **dict.fromkeys(MASK_KINDS, mask),
     }
 
     def masks_of(self, run: str) -> NodeMasks:

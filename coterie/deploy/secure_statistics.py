@@ -27,7 +27,8 @@ from coterie.data.target_task import MOST_LEVELS
 from coterie.deploy import secure_aggregation as secure
 from coterie.deploy.guard import Refusal
 from coterie.deploy.keys import write_private
-from coterie.deploy.secure_sums import NodeMasks, SumCaller
+from coterie.deploy.node_masks import NodeMasks
+from coterie.deploy.secure_sums import SumCaller
 from coterie.deploy.transport import Envelope
 from coterie.engine import accounting
 from coterie.engine.noise import Noise, fingerprint

@@ -23,6 +23,7 @@ from coterie.report.gains import VERDICTS, Scores, scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import Panel, numbers
 from coterie.report.pdf import find_browser, print_page
+from coterie.report.privacy_panels import privacy
 
 TEMPLATES = Path(__file__).parent / "templates"
 REPORT = "report.html"
@@ -129,6 +130,7 @@ def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0
         "spread": [charts.distribution(runs)],
         "differences": heterogeneity(main),
         "traffic": [panel for panel in [charts.communication(runs)] if panel is not None],
+        "privacy": privacy(runs),
     }
     panels = [panel for group in sections.values() for panel in group]
     panels += [panel for _, _, group in maps for panel in group]

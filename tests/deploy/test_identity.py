@@ -12,7 +12,7 @@ from coterie.deploy import keys
 from coterie.deploy import secure_aggregation as secure
 from coterie.deploy.guard import Refusal
 from coterie.deploy.identity import Identity
-from coterie.deploy.secure_sums import NodeMasks, context, keys_only
+from coterie.deploy.node_masks import NodeMasks, context, keys_only
 from coterie.deploy.wire import WireError
 
 RUN = "a0b1c2d3"

@@ -370,6 +370,13 @@ class TestModels:
         assert refused(server.open("fedavg", model=model))
         assert not (server.node.state / RUN).exists()
 
+    def test_a_run_has_one_method(self, server):
+        """Another method's name in a message would bring that method's exceptions."""
+        assert "error" not in server.open("fedavg")
+        edge = torch.full((4,), float(torch.finfo(torch.float32).max), dtype=torch.float64)
+        assert refused(server.call("train", "trees", {"shared.x": edge}), "")
+        assert refused(server.call("train", "fedavg", {"shared.x": edge}), "finite and at most")
+
     @pytest.mark.parametrize("x", [1e9, float("inf"), float("nan")])
     def test_weights_that_trap_single_rows_are_refused(self, server, x):
         """Huge weights saturate a logistic model for all rows but those on a hyperplane of the server's choice."""

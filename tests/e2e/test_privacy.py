@@ -20,16 +20,20 @@ FIVE = ("n0", "n1", "n2", "n3", "n4")
 
 
 def test_a_secure_run_trains_what_one_process_trains(live: Live) -> None:
+    """With secure sums of statistics and of answers; nodes have certificates and sign their keys."""
+    methods = {
+        name: make(name, batch=4, **more)
+        for name, more in (("fedavg", {}), ("ditto", {}), ("ifca", {"clusters": 2}))
+    }
     jobs = {
-        name: live.job(f"secure-{name}", make(name, batch=4), 3, l2=0.1, secure=True)
-        for name in ("fedavg", "ditto", "ifca")
+        name: live.job(f"secure-{name}", method, 3, l2=0.1, secure=True) for name, method in methods.items()
     }
     live.run(*jobs.values())
     for name, job in jobs.items():
-        here = fit(live.local(l2=0.1), make(name, batch=4), 3, evaluate_every=0)
+        here = fit(live.local(l2=0.1), methods[name], 3, evaluate_every=0)
         there = live.models(job)
         for k, client in enumerate(here.fed.names):
-            assert float((there[client] - here.personal[k]).abs().max()) < 1e-8
+            assert float((there[client] - here.personal[k]).abs().max()) < 1e-5
         assert live.result(job)["left_out"] == []
 
 
@@ -61,5 +65,7 @@ def test_rows_are_protected_by_the_nodes(live: Live) -> None:
     own = json.loads(
         (live.folder.path / "nodes" / "n0" / "state" / request["run"] / "privacy.json").read_text()
     )
-    assert own["used"] == [15, 15] and own["settings"]["epsilon"] == 2.0
+    assert own["used"] == [15, 15] and own["settings"]["epsilon"] == pytest.approx(
+        1.6
+    )  # a fifth is for statistics
     assert not (live.folder.path / "nodes" / "n0" / "state" / request["run"] / "noise.key").exists()
