@@ -49,11 +49,11 @@ class Aggregate:
     --------
     >>> import torch
     >>> from coterie.engine.aggregate import Aggregate
-    >>> replies, rows = torch.tensor([[1.0], [2.0], [3.0], [1e6]]), torch.tensor([[1.0], [1.0], [1.0], [1e15]])
-    >>> Aggregate.parse("median")(replies, torch.ones(4, 1)).item()
-    2.5
-    >>> Aggregate.parse("screen,cap")(replies, rows).item()
-    2.0
+    >>> replies = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0], [1e6]])
+    >>> Aggregate.parse("median")(replies, torch.ones(6, 1)).item()
+    3.5
+    >>> Aggregate.parse("screen,cap")(replies, torch.tensor([[1.0]] * 5 + [[1e15]])).item()
+    3.0
     """
 
     rule: str = "mean"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import Algorithm, Reveals
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -50,6 +50,19 @@ class Survey(Algorithm):
     """Estimate variance components from residuals at models without the client (after Cheng, Chadha, Duchi 2022)."""
 
     batch: int = field(default=0, kw_only=True)
+
+    reveals: ClassVar[Reveals] = {
+        "moments": "gradient",
+        "look_without_me": "aggregate",
+        "look": "aggregate",
+        "slope": "gradient",
+        "sums": "aggregate",
+        "weigh": "aggregate",
+        "lean": "aggregate",
+        "predict": "aggregate",
+        "predict_exactly": "aggregate",
+        "predict_left_out": "aggregate",
+    }
 
     def carry_out(self, fed: Federation, pretrained: Tensor | None = None) -> Findings:
         """Run the survey: shared models, residuals at them, and sums of a few numbers per client.
