@@ -332,7 +332,8 @@ of each client) with its 95 % interval; the last column is the paired difference
 rows in one place, with {LEAVES} leaves, rate {RATE} and early stopping on validation rows as ours; "+ client" adds the
 client as a category.
 The mixed model is `hierarchical` with a random intercept over linear effects. "best linear method" is the one with the
-lowest validation loss of {", ".join(LINEAR)}. Lower RMSE and log-loss are better, higher accuracy and AUC."""
+lowest validation loss of {", ".join(LINEAR)}. Lower RMSE and log-loss are better, higher accuracy and AUC.
+The figures of trees are of bins at exact quantiles, before bins came from counts on grids; `bars.md` has today's."""
 
 
 if __name__ == "__main__":
