@@ -198,14 +198,12 @@ def table(names: list[str], methods: list[str], splits: int, record: Path) -> No
 
 
 def interval(values: list[float]) -> str:
-    """Return the mean and the half-width of its 95 % interval over splits."""
+    """Return the mean and the half-width of its 95 % interval over splits; one split has no interval."""
     if not values:
         return "–"
-    half = (
-        stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-        if len(values) > 1
-        else 0.0
-    )
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
