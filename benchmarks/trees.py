@@ -198,14 +198,12 @@ def table(names: list[str], methods: list[str], splits: int, record: Path) -> No
 
 
 def interval(values: list[float]) -> str:
-    """Return the mean and the half-width of its 95 % interval over splits."""
+    """Return the mean and the half-width of its 95 % interval over splits; one split has no interval."""
     if not values:
         return "–"
-    half = (
-        stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-        if len(values) > 1
-        else 0.0
-    )
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
@@ -332,7 +330,8 @@ of each client) with its 95 % interval; the last column is the paired difference
 rows in one place, with {LEAVES} leaves, rate {RATE} and early stopping on validation rows as ours; "+ client" adds the
 client as a category.
 The mixed model is `hierarchical` with a random intercept over linear effects. "best linear method" is the one with the
-lowest validation loss of {", ".join(LINEAR)}. Lower RMSE and log-loss are better, higher accuracy and AUC."""
+lowest validation loss of {", ".join(LINEAR)}. Lower RMSE and log-loss are better, higher accuracy and AUC.
+The figures of trees are of bins at exact quantiles, before bins came from counts on grids; `bars.md` has today's."""
 
 
 if __name__ == "__main__":

@@ -76,6 +76,34 @@ def test_four_nodes_grow_the_local_trees():
     assert run.fed.ledger.entries == local.fed.ledger.entries
 
 
+def test_no_value_of_a_feature_leaves_a_client(monkeypatch):
+    """Look at all that clients send: counts are whole numbers, and no answer holds a value of a row."""
+    answers, real = [], Federation._call
+
+    def overheard(self, algorithm, phase, *arguments, **more):
+        replies = real(self, algorithm, phase, *arguments, **more)
+        answers.append((phase, replies))
+        return replies
+
+    monkeypatch.setattr(Federation, "_call", overheard)
+    fed = a_federation()
+    fit(fed, make("trees", leaves=8), rounds=3)
+    values = fed.runtime.rows("train").x.flatten()
+    surveys = [replies.values for phase, replies in answers if phase == "survey"]
+    assert 1 <= len(surveys) <= 6 and {phase for phase, _ in answers} == {
+        "tally",
+        "survey",
+        "begin",
+        "histogram",
+        "plant",
+    }
+    assert all(torch.equal(counts, counts.round()) for counts in surveys)
+    assert torch.equal(surveys[0].sum(-1), torch.tensor(ROWS).double().unsqueeze(-1).expand(-1, 4))
+    for _, replies in answers:
+        for sent in replies.named.values():
+            assert not torch.isin(sent.flatten().double(), values).any()
+
+
 def test_leaves_are_personal_where_clients_differ_and_shared_where_they_do_not():
     method = make("trees", leaves=8)
     same = fit(a_federation(effect=0.0), method, rounds=12)
