@@ -160,7 +160,7 @@ def fit(
     ] = 0,
     budget_mb: Annotated[
         float | None,
-        typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
+        typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, and no refit"),
     ] = None,
     accuracy: Annotated[
         float | None,
@@ -200,7 +200,10 @@ def fit(
     if from_theory:
         method = from_the_theory(algorithm, fed, given)
     if budget_mb is not None and not isinstance(method, str):
-        rounds = rounds_within_budget(method, fed, budget_mb)
+        rounds, refit = (
+            rounds_within_budget(method, fed, budget_mb),
+            "none",
+        )  # a second training costs as much
     with _resumable(out), console.progress() as watch:
         run = train(
             fed,
