@@ -71,7 +71,9 @@ class Federation:
         self.texts = texts  # where they are and how they were read, for who wants them again
         self.origin = origin  # how the same clients are built for another model
         self.byzantine = as_attacks(byzantine, self.names)
-        on_nodes = runtime is not None and runtime.capabilities.models_stay  # None: a run that is read from its folder
+        on_nodes = (
+            runtime is not None and runtime.capabilities.models_stay
+        )  # None: a run that is read from its folder
         self.aggregate = ON_NODES if on_nodes else Aggregate()
         self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
         self.noise: Noise | None = None

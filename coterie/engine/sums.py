@@ -130,10 +130,10 @@ class SummedReplies(Replies):
         if isinstance(by, str):
             self._totals[by, count, uniform] = total.weights
         weights = total.weights.view(-1, *[1] * (total.values.dim() - 1))
-        average = total.values / weights.clamp(min=torch.finfo(weights.dtype).tiny)
+        average = (total.values / weights.clamp(min=torch.finfo(weights.dtype).tiny)).to(self.weights)
         if by is None:
             return average[0]
-        return average if default is None else torch.where(weights <= 0, default, average)
+        return average if default is None else torch.where(weights.to(average.device) <= 0, default, average)
 
     def sum(self, name: str = UNNAMED) -> Tensor:
         """Return the sum over the clients that answered; see `Replies.sum`."""
@@ -141,7 +141,7 @@ class SummedReplies(Replies):
             raise NobodyAnswered("no client answered, so there is nothing to add up")
         total = self.held.total(SumRequest(name, uniform=True))
         self.meter(total)
-        return total.values[0]
+        return total.values[0].to(self.weights)
 
     def count(self, by: Tensor | str, groups: int, *, uniform: bool = True) -> Tensor:
         """Return how many of the clients that answered are in each cluster; see `Replies.count`."""
