@@ -14,7 +14,7 @@ from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
-from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, weight_of
+from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, shortened, weight_of
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -28,6 +28,7 @@ from coterie.theory.variance_components import EFFECTS, Components, Sums, moment
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
 ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
+LONGEST_STEP = 3.0  # of a centre in a round, in standardised units: losses that are not quadratic mislead far away
 MOST_NEWTON_STEPS = 50  # of a newcomer; less than ten are usual
 GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LAMBDAS = (0.1, 1.0, 10.0, 100.0)
@@ -159,6 +160,8 @@ class Hierarchical(MarginalEffects, Finder):
         h, g = sums.trusted(*lift(a, b, found.within[sums.clusters]))
         middle, common = centres(h, g, sums.clusters, spread)
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
+        if not closed:
+            middle = s.centres + shortened(middle - s.centres, LONGEST_STEP)
         self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
         clusters = self.clusters(fed)
         each = {"centre": middle[clusters], "spread": within[clusters].flatten(1)}

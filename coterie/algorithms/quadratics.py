@@ -39,6 +39,11 @@ def downhill(objective: Callable[[Tensor], Tensor], x: Tensor, aim: Tensor) -> T
     return x + share * (aim - x)
 
 
+def shortened(step: Tensor, longest: float) -> Tensor:
+    """Return steps [..., d] of at most this length, in the same directions."""
+    return step * (longest / step.norm(dim=-1, keepdim=True).clamp(min=longest))
+
+
 def log_volume(a: Tensor) -> Tensor:
     """Return log det A of symmetric A >= 0, [..., 1]; eigenvalues below rounding count as rounding."""
     values: Tensor = torch.linalg.eigvalsh(a)
