@@ -130,6 +130,7 @@ class Algorithm:
     sentinels: ClassVar[frozenset[float]] = (
         frozenset()
     )  # numbers in its messages that stand for something else
+    in_units: ClassVar[bool] = False  # its messages hold numbers in the units of the table, of any size
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
     starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
     stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server

@@ -96,6 +96,7 @@ class BoostedTrees(Algorithm):
 
     varying: ClassVar[frozenset[str]] = frozenset({"survey", "histogram"})
     sentinels: ClassVar[frozenset[float]] = frozenset({float(NO_EDGE), SHARED})
+    in_units: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {
         "tally": "aggregate",
         "survey": "values",

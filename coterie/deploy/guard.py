@@ -198,7 +198,10 @@ class Guard:
             self.questions[f"{run} {str(entry['question']).partition(' ')[0]}"] = str(entry["question"])
 
     def _require_bounded(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        most, stand_for = self.policy.largest_number, _sentinels(header)
+        known = all_algorithms().get(str(header.get("algorithm", "")))  # `messages.run` takes that of its run only
+        stand_for = frozenset() if known is None else known.sentinels
+        in_units = known is not None and known.in_units
+        most = torch.finfo(torch.float64).max if in_units else self.policy.largest_number
         for value in tensors.values():
             if not value.is_floating_point():
                 continue
@@ -349,12 +352,6 @@ class Guard:
             raise Pending("the owner of this node has not approved the run yet")
         if algorithm is not None and path.read_text().strip() != _digest(algorithm):
             raise Refusal("policy: the owner approved another method or other settings for this run")
-
-
-def _sentinels(header: Mapping[str, Any]) -> frozenset[float]:
-    """Return large numbers that have a meaning in messages of a method; `messages.run` takes those of its run only."""
-    known = all_algorithms().get(str(header.get("algorithm", "")))
-    return frozenset() if known is None else known.sentinels
 
 
 def _digest(value: Any) -> str:
