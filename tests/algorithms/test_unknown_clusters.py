@@ -387,6 +387,6 @@ def test_five_hundred_clients_without_an_n_n_d_array(at):
     fed = Federation.from_arrays(xs, [x[:, 0] for x in xs], models.linear())
     watch = Largest()
     with watch:
-        run = fit(fed, make("pdl-tc", at=at, batch=1), rounds=1, evaluate_every=0)
+        run = fit(fed, make("pdl-tc", at=at, batch=1, lr=0.001), rounds=1, evaluate_every=0)
     assert run.fed.ledger.total("messages_up", link="client-client") == 500 * 499
     assert watch.elements < 500 * 500 * 400 / 50
