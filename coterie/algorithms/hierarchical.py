@@ -28,7 +28,7 @@ from coterie.theory.variance_components import EFFECTS, Components, Sums, moment
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
 ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
-LONGEST_STEP = 3.0  # of a centre in a round, in standardised units: losses that are not quadratic mislead far away
+LONGEST_STEP = 3.0  # of a centre in a round: a quadratic misleads far away
 MOST_NEWTON_STEPS = 50  # of a newcomer; less than ten are usual
 GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LAMBDAS = (0.1, 1.0, 10.0, 100.0)

@@ -41,7 +41,8 @@ def downhill(objective: Callable[[Tensor], Tensor], x: Tensor, aim: Tensor) -> T
 
 def shortened(step: Tensor, longest: float) -> Tensor:
     """Return steps [..., d] of at most this length, in the same directions."""
-    return step * (longest / step.norm(dim=-1, keepdim=True).clamp(min=longest))
+    length: Tensor = torch.linalg.vector_norm(step, dim=-1, keepdim=True)
+    return step * (longest / length.clamp(min=longest))
 
 
 def log_volume(a: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ class Guard:
             self.questions[f"{run} {str(entry['question']).partition(' ')[0]}"] = str(entry["question"])
 
     def _require_bounded(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        known = all_algorithms().get(str(header.get("algorithm", "")))  # `messages.run` takes that of its run only
+        known = all_algorithms().get(str(header.get("algorithm", "")))  # `messages.run` takes its run's only
         stand_for = frozenset() if known is None else known.sentinels
         in_units = known is not None and known.in_units
         most = torch.finfo(torch.float64).max if in_units else self.policy.largest_number
