@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all e2e browser lint format bench bench-check docs docs-test lock clean
+.PHONY: demo test test-slow test-all e2e fuzz browser lint format bench bench-check docs docs-test lock clean
 .NOTPARALLEL:
 
 demo: .venv/.core
-	$(BIN)/coterie compare heart_disease --client hospital --target sick --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/coterie demo
 
 # A file at a time, because its tests share what they trained.
 test: .venv/.test browser
@@ -23,6 +23,10 @@ test-all: test test-slow
 # One process, because the tests share one federation.
 e2e: .venv/.test
 	$(BIN)/pytest -n 0 -m e2e tests/e2e
+
+# Random tables, damaged files and all commands; prints counts, what went wrong, and the time left.
+fuzz: .venv/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --tables 10000
 
 # The report is tested in a real browser; without one those tests are skipped.
 browser:

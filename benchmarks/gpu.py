@@ -17,6 +17,7 @@ import torch
 
 from coterie import Federation, fit, models
 from coterie.algorithms import make
+from coterie.algorithms.cobo import PRINTED
 from coterie.models.base import Model
 
 BATCH = 128
@@ -104,7 +105,7 @@ def inside_cobo(work: float, clients: int = 8) -> dict[str, Any]:
     """The same network inside CoBo: gradients of everybody and of both ends of the pairs that were drawn."""
     model = models.resnet9(precision="bf16", classes=10, stacked=False, compiled=True)
     fed = images(clients, 4 * BATCH, (3, 32, 32), 10, model)
-    algorithm = make("cobo", lr=0.05, batch=BATCH)
+    algorithm = make("cobo", lr=0.05, rho=1.0, gamma=0.01, batch=BATCH, **PRINTED)
     found = rounds(fed, algorithm)
     pairs = [sum(len(i) for i, _ in algorithm.pairs(fed, t, None)) for t in range(3, 23)]  # type: ignore[attr-defined]
     work *= clients + 2 * statistics.mean(pairs)

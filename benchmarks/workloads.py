@@ -19,6 +19,7 @@ from coterie import Federation, models
 from coterie._core import randomness
 from coterie.algorithms import make
 from coterie.algorithms.base import Algorithm
+from coterie.algorithms.cobo import PRINTED
 from coterie.data.generate import hierarchical_linear
 from coterie.models.base import Model
 from coterie.models.glm import Glm
@@ -199,7 +200,7 @@ WORKLOADS = {
             "W6",
             "CoBo, 80 clients, MLP 64-64-10 on 8 x 8 digits",
             digits,
-            lambda fed: make("cobo", lr=0.1, rho=1.0, gamma=0.01),
+            lambda fed: make("cobo", lr=0.1, rho=1.0, gamma=0.01, **PRINTED),
             40,
             "mlp",
         ),

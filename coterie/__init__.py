@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from typing import Any
 
@@ -17,6 +18,9 @@ __version__ = "0.2.0.dev0"
 # to fifty times slower. Read when torch is first imported, so it has no effect where that was before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# A library is silent until its user configures logging.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 _HOME = {
     "Federation": "coterie.engine.federation",
     "State": "coterie.engine.state",
@@ -24,11 +28,13 @@ _HOME = {
     "setting": "coterie.algorithms.base",
     "fit": "coterie.select.fit",
     "resume": "coterie.train.fit",
+    "load": "coterie.train.load",
     "Run": "coterie.train.run",
     "choose": "coterie.select.auto",
     "compare": "coterie.select.compare",
     "advise": "coterie.select.advise",
     "check_algorithm": "coterie.conformance",
+    "Privacy": "coterie.engine.privacy",
     "CoterieError": "coterie._core.errors",
 }
 _MODULES = ("algorithms", "data", "metrics", "models", "theory", "report")

@@ -45,12 +45,13 @@ Curve = tuple[list[int], list[float]]
 
 
 @functools.cache
-def federation() -> coterie.Federation:
-    """Four clusters of six clients each around a centre of its own."""
+def federation(own: Algorithm | None = None) -> coterie.Federation:
+    """Four clusters of six clients each around a centre of its own; linear, or the model that a method has."""
+    model = None if own is None else own.own_model(ROUNDS)
     clients = hierarchical_linear(
         clusters=4, clients=6, rows=30, features=10, between=0.6, within=0.2, noise=1.0, seed=1
     )
-    return coterie.Federation.from_clients(clients, coterie.models.linear(), split=(0.5, 0.3, 0.2))
+    return coterie.Federation.from_clients(clients, model or coterie.models.linear(), split=(0.5, 0.3, 0.2))
 
 
 @functools.cache
@@ -60,7 +61,13 @@ def curve(name: str) -> tuple[Algorithm, Curve]:
         algorithm = find(name).from_theory(federation(), gamma=1.0, lambda_=1.0)  # type: ignore[attr-defined]
     else:
         algorithm = find(name)(**SETTINGS.get(name, {}))
-    run = coterie.fit(federation(), algorithm, ROUNDS, evaluate_every=2, score_test=False)
+    run = coterie.fit(
+        federation(algorithm if algorithm.own_model(ROUNDS) else None),
+        algorithm,
+        ROUNDS,
+        evaluate_every=2,
+        score_test=False,
+    )
     return algorithm, run.history.curve("validation", "rmse")
 
 

@@ -1,6 +1,7 @@
 """A complete algorithm: a shared model plus a personal offset that never leaves the client."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import coterie
 from coterie import Algorithm, State, setting
@@ -14,6 +15,7 @@ class SharedPlusOffset(Algorithm):
     o_i <- (1 - lr shrink) o_i - lr grad f_i(x + o_i),   x <- mean_i (x - lr grad f_i(x + o_i))
     """
 
+    reveals: ClassVar[dict[str, Any]] = {"train": "model"}  # what each phase sends
     lr: float = setting(0.05, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
     shrink: float = setting(1.0, "pull of the offset to zero", low=0, tune=(0.1, 1.0))
 

@@ -106,8 +106,8 @@ def write_table() -> WriteTable:
     return _write_table
 
 
-def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
-    """The federation in which these clients do not come in these rounds."""
+def _absent_in(fed: Federation, missed: set[tuple[Any, ...]]) -> Federation:
+    """The federation in which these clients do not come in these rounds, or in these phases of them."""
     from coterie.engine.local_runtime import LocalRuntime
     from coterie.engine.protocol import Answer, Call, Visits
 
@@ -117,7 +117,10 @@ def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
 
         def run(self, call: Call, visits: Visits, *rest: Any, lasting: bool = True, **more: Any) -> Answer:
             asked = torch.arange(len(self.ids)) if visits.at is None else visits.at
-            away = torch.tensor([lasting and (call.round, fed.names[k]) in missed for k in asked.tolist()])
+            gone = [
+                {(call.round, fed.names[k]), (call.round, fed.names[k], call.phase)} for k in asked.tolist()
+            ]
+            away = torch.tensor([lasting and bool(one & missed) for one in gone])
             if not away.any():
                 return super().run(call, visits, *rest, lasting=lasting, **more)
             if away.all():
@@ -143,6 +146,6 @@ def _absent_in(fed: Federation, missed: set[tuple[int, str]]) -> Federation:
 
 
 @pytest.fixture(scope="session")
-def absent_in() -> Callable[[Federation, set[tuple[int, str]]], Federation]:
+def absent_in() -> Callable[[Federation, set[tuple[Any, ...]]], Federation]:
     """`absent_in(fed, {(3, "north")})`: a local federation with the gaps that one across a network had."""
     return _absent_in

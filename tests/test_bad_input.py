@@ -98,7 +98,7 @@ def test_truncated_parquet(here: Path, refused: Refused, write_table: WriteTable
     ("change", "says"),
     [
         (lambda k, row: [*row[:-1], "yes"], ("bad.csv", "'y'", "one value", "another target")),
-        (lambda k, row: [*row[:2], "", *row[3:]], ("bad.csv", "'age'", "no values", "--drop age")),
+        (lambda k, row: [row[0], *[""] * 4, row[5]], ("bad.csv", "'age' has no values", "Add columns")),
         (
             lambda k, row: [*row[:4], "inf" if k == 7 else row[4], row[5]],
             ("bad.csv", "'score'", "line 8", "client 'east'", "infinite", "Correct it"),
@@ -119,7 +119,7 @@ def test_ten_thousand_categories(here: Path, refused: Refused) -> None:
     rows = "".join(f"{'north' if k % 2 else 'south'},name-{k},{k % 3 == 0}\n" for k in range(10_000))
     (here / "bad.csv").write_text("site,nickname,y\n" + rows)
     for way in ways("bad.csv"):
-        refused(*way, says=("bad.csv", "'nickname'", "10000", "--drop nickname"))
+        refused(*way, says=("bad.csv", "'nickname'", "different value", "--keep COLUMN"))
 
 
 @pytest.mark.parametrize("option", ["--client", "--target", "--cluster", "--drop"])
@@ -273,6 +273,8 @@ class TestRunFolders:
     def test_cut_config(self, refused: Refused, unfinished: Path) -> None:
         config = unfinished / "config.toml"
         config.write_text(config.read_text().partition("[plan]")[0])
+        refused("resume", "run", says=("config.toml", "damaged", "manifest.json", "train again"))
+        (unfinished / "manifest.json").unlink()
         refused("resume", "run", says=("config.toml", "[plan]", "damaged"))
 
     def test_resume_of_no_run(self, here: Path, refused: Refused, table: Path) -> None:

@@ -25,14 +25,17 @@ HEART = ("heart_disease", "--client", "hospital", "--target", "sick")
 TINY = ("--rounds", 5, "--budget", 2, "--seeds", 2)
 KINDS = {"binary": "csv", "multiclass": "csv.gz", "regression": "parquet"}
 ROW = (
-    "algorithm mean sd worst q25 median q75 improved harmed gain_low gain_high rounds mb_up mb_down seconds"
+    "algorithm validation_cost mean sd worst q25 median q75 over_rows improved harmed gain gain_low gain_high "
+    "client_gain client_gain_low client_gain_high rounds mb_up mb_down seconds"
 ).split()
 COMMANDS = (
+    "demo",
     "adapters",
     "advise",
     "compare",
     "fit",
     "plan",
+    "privacy",
     "tune",
     "resume",
     "predict",
@@ -43,6 +46,8 @@ COMMANDS = (
     "reproduce",
     "data",
     "data describe",
+    "theory",
+    *(f"theory {verb}" for verb in ("risk", "rounds", "crossover")),
     "federate",
     *(f"federate {verb}" for verb in ("init", "server", "node", "run", "attach", "demo")),
 )
@@ -105,7 +110,7 @@ def heart(command: Command, tmp_path_factory: pytest.TempPathFactory) -> tuple[O
 class TestCompare:
     def test_json(self, heart: tuple[Outcome, Any]) -> None:
         _, result = heart
-        assert list(result) == ["metric", "clients", "rows"]
+        assert list(result) == "metric gains clients folds seeds chosen verdict rows".split()
         assert result["metric"] == "accuracy (higher is better)"
         assert result["clients"] == 4
         assert [row["algorithm"] for row in result["rows"]] == ["local", "fedavg", "fine-tuned", "ditto"]
@@ -204,18 +209,42 @@ class TestFit:
         )
         assert refused.code == 2 and "leave out" in refused.err
 
-    def test_a_run_that_diverges_says_so(
-        self, command: Command, tmp_path: Path, write_table: WriteTable
+    @pytest.mark.parametrize("step", ["1e30", "1000"])
+    def test_a_run_that_diverges_ends_with_code_2_and_names_the_step(
+        self, command: Command, tmp_path: Path, write_table: WriteTable, step: str
     ) -> None:
         table = write_table(tmp_path / "table.csv", "regression")
         places = ("--out", tmp_path / "run", "--json", tmp_path / "run.json")
-        fast = ("--set", "lr=1e30", "--rounds", 30)
+        fast = ("--set", f"lr={step}", "--rounds", 30)
         shown = command("fit", table, "--client", "site", "--target", "y", *fast, *places)
-        assert shown.code == 0
-        assert "not finite" in shown.err and "smaller step size" in shown.err
-        assert "rounds were lost" in shown.err
-        assert "no rows" not in shown.out
-        assert read(tmp_path / "run.json")["mean"] is None
+        assert shown.code == 2
+        assert "ditto diverged" in shown.err and "is too large" in shown.err
+        assert not (tmp_path / "run").exists() and not (tmp_path / "run.json").exists()
+        allowed = shown.err.rpartition("--set lr=")[2].split()[0]
+        again = command(
+            "fit",
+            table,
+            "--client",
+            "site",
+            "--target",
+            "y",
+            "--set",
+            f"lr={allowed}",
+            "--rounds",
+            30,
+            *places,
+        )
+        assert again.code == 0, again.err
+
+    def test_model_and_device_by_name(self, command: Command, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        shown = command("fit", *HEART, "--model", "mlp", "--rounds", 2, "--out", run)
+        assert shown.code == 0, shown.err
+        assert read(run / "models" / "model.json")["model"]["model"] == "mlp"
+        assert command("resume", run).code == 0
+        for words, said in ((("--model", "mpl"), "Did you mean 'mlp'"), (("--device", "gpu"), "unknown")):
+            refused = command("fit", *HEART, *words, "--out", tmp_path / "no")
+            assert refused.code == 2 and said in refused.err and not (tmp_path / "no").exists()
 
     def test_progress_is_on_standard_error_and_only_on_terminals(self, tmp_path: Path) -> None:
         arguments = [*HEART, "--rounds", "5", "--out", str(tmp_path / "run")]
@@ -350,7 +379,7 @@ class TestDescribe:
         assert "[red]north" in shown.out
         described = read(tmp_path / "d.json")
         assert described["task"] == kind
-        assert [column["column"] for column in described["columns"]] == ["age", "score", "colour"]
+        assert [column["column"] for column in described["columns"]] == ["age", "colour", "score"]
         assert described["columns"][0]["missing_percent"] == pytest.approx(100 * 15 / 160)
 
 

@@ -61,6 +61,22 @@ class RunError(CoterieError):
     """
 
 
+class Diverged(RunError):
+    """Raised when training ends with models far worse than those it began with; the message names a step size.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> xs, ys = [torch.ones(3, 1), torch.ones(2, 1)], [torch.ones(3), torch.ones(2)]
+    >>> fed = coterie.Federation.from_arrays(xs, ys, coterie.models.linear())
+    >>> try:
+    ...     coterie.fit(fed, coterie.algorithms.make("local", lr=30.0), rounds=3)
+    ... except coterie.CoterieError as problem:
+    ...     print(str(problem).partition("of the losses ")[2])
+    is up to 1: lr = 30 is too large, at most 2 is allowed. Try --set lr=2
+    """
+
+
 class NobodyAnswered(CoterieError):
     """Raised when every client asked in a call dropped out; the run loses that round and goes on."""
 

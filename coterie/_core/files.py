@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from coterie._core import broadcast
+from coterie._core import broadcast, manifest
 from coterie._core.errors import RunError
+from coterie._core.manifest import sha256
+
+if TYPE_CHECKING:
+    import polars
+
+__all__ = ["sha256"]
+
+_RESTORE = "Restore it from a copy, or train again."
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
@@ -55,22 +62,47 @@ def require_writable(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write text as UTF-8."""
-    write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_with(path, lambda temporary: temporary.write_bytes(text.encode()))
+
+
+def seal(folder: Path, name: str, text: str) -> None:
+    """Write the manifest of a run folder, then the last of its files, which makes the folder valid or complete."""
+    write_text(folder / manifest.MANIFEST, manifest.render(folder, {name: text}))
+    write_text(folder / name, text)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON; NaN and infinity are refused."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, as_json(value))
+
+
+def as_json(value: Any) -> str:
+    """Return the text that `write_json` writes."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
     """Read a JSON file of a run folder."""
+    manifest.check(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; is {path.parent} a run folder?") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise RunError(f"{path} is damaged ({problem})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise RunError(f"{path} is damaged ({problem}). {_RESTORE}") from None
+
+
+def read_parquet(path: Path) -> polars.DataFrame:
+    """Read a Parquet file of a run folder."""
+    import polars as pl
+
+    manifest.check(path)
+    try:
+        return pl.read_parquet(path, glob=False)
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist; is {path.parent} a run folder?") from None
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as problem:
+        raise RunError(f"{path} is damaged ({problem}). {_RESTORE}") from None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], note: dict[str, Any] | None = None) -> None:
@@ -96,7 +128,9 @@ def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Ten
     from safetensors import SafetensorError, safe_open
 
     if expected is not None and path.exists() and sha256(path) != expected:
-        raise RunError(f"{path} is damaged: it does not match its recorded hash. Restore it from a copy.")
+        raise RunError(f"{path} is damaged: it does not match its recorded hash. {_RESTORE}")
+    if expected is None:
+        manifest.check(path)
     try:
         with safe_open(path, framework="pt") as stream:
             header = stream.metadata() or {}
@@ -108,17 +142,16 @@ def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Ten
     except FileNotFoundError:
         raise RunError(f"{path} does not exist") from None
     except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as problem:
-        raise RunError(f"{path} is damaged ({problem})") from None
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        raise RunError(f"{path} is damaged ({problem}). {_RESTORE}") from None
 
 
 def write_toml(path: Path, tables: dict[str, Any]) -> None:
     """Write plain TOML: values at the top, then one table for each nested dict."""
+    write_text(path, as_toml(tables))
+
+
+def as_toml(tables: dict[str, Any]) -> str:
+    """Return the text that `write_toml` writes."""
     lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     for name, table in tables.items():
         if isinstance(table, dict):
@@ -127,16 +160,17 @@ def write_toml(path: Path, tables: dict[str, Any]) -> None:
                 f"[{name}]",
                 *(f"{key} = {_toml(value)}" for key, value in table.items() if value is not None),
             ]
-    write_text(path, "\n".join(lines).lstrip() + "\n")
+    return "\n".join(lines).lstrip() + "\n"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file."""
+    manifest.check(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(f"{path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise RunError(f"{path}: {problem}") from None
 
 

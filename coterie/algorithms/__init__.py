@@ -15,8 +15,9 @@ from typing import Any
 
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms.base import Algorithm, parse, setting
+from coterie.engine.federation import Federation
 
-__all__ = ["Algorithm", "all_algorithms", "find", "make", "setting"]
+__all__ = ["Algorithm", "all_algorithms", "find", "from_the_theory", "make", "setting"]
 
 
 @functools.cache
@@ -98,9 +99,48 @@ def make(name: str, **settings: Any) -> Algorithm:
     return cls(**parse(cls, settings))
 
 
+def from_the_theory(name: str, fed: Federation, settings: dict[str, Any]) -> Algorithm:
+    """Make an algorithm whose steps and probabilities come from its theory and the losses of these clients.
+
+    Parameters
+    ----------
+    name
+        Its name on the command line.
+    fed
+        The federation.
+    settings
+        Hyperparameters that are given; text is converted.
+
+    Returns
+    -------
+    Algorithm
+        The algorithm.
+
+    Raises
+    ------
+    SettingError
+        If the method has no `from_theory`.
+
+    Examples
+    --------
+    >>> import torch, coterie
+    >>> from coterie.algorithms import from_the_theory
+    >>> xs, ys = [torch.eye(2)] * 2, [torch.ones(2)] * 2
+    >>> fed = coterie.Federation.from_arrays(xs, ys, coterie.models.linear(), clusters=[0, 1])
+    >>> from_the_theory("async-l2gd", fed, {"gamma": "[1,2]"}).gamma
+    (1.0, 2.0)
+    """
+    cls = find(name)
+    if not hasattr(cls, "from_theory"):
+        able = [other for other, one in all_algorithms().items() if hasattr(one, "from_theory")]
+        raise SettingError(f"{name} has no steps from theory; {', '.join(able)} have")
+    made: Algorithm = cls.from_theory(fed, **parse(cls, settings))
+    return made
+
+
 def _collect(module: Any, found: dict[str, type[Algorithm]]) -> None:
     for _, cls in inspect.getmembers(module, inspect.isclass):
-        if issubclass(cls, Algorithm) and cls.__module__ == module.__name__:
+        if issubclass(cls, Algorithm) and cls.name and cls.__module__ == module.__name__:
             found[cls.name] = cls
 
 

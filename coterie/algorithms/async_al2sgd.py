@@ -11,11 +11,11 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.async_l2gd import HEADS, AsyncL2GD, PerCluster, _rows
-from coterie.algorithms.base import setting
+from coterie.algorithms.base import Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
-from coterie.theory.coins import Coins
+from coterie.theory.coins import Coins, renewal
 from coterie.theory.groups import Groups
 
 
@@ -41,6 +41,7 @@ class AsyncAL2SGD(AsyncL2GD):
     b1: float = setting(0.98, "fraction of z that is kept", low=0, high=1)
     b2: float = setting(0.06, "step size of z relative to lr", above=0)
     batch: int = setting(1, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
+    reveals: ClassVar[Reveals] = AsyncL2GD.reveals | {"offer": "personal", "anchor": "nothing"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,7 @@ class AsyncAL2SGD(AsyncL2GD):
         alpha
             Weight of the common centre, instead of `lambda_`.
         rho
-            Probability that anchors are renewed; p0 (1 - p0) if None.
+            Probability that anchors are renewed; by default that of `coins.renewal`.
         **settings
             Other hyperparameters.
 
@@ -90,10 +91,7 @@ class AsyncAL2SGD(AsyncL2GD):
                 f"{cls.name}: some loss is not strongly convex; set l2 > 0 in the model, such as 1e-3"
             )
         coins = (Coins.best_one if draft.coins == "one" else Coins.best)(penalty, smoothness)
-        if rho is None:
-            rho = max(
-                coins.p0 * (1 - coins.p0), float((coins.p * (1 - coins.p)).max()) if coins.p0 == 0 else 0.0
-            )
+        rho = renewal(coins) if rho is None else rho
         expected = coins.smoothness(penalty, smoothness)
         most = max(smoothness + float(penalty.gamma.max()), expected)
         lr, a2 = 0.25 / most, 0.5 * expected / most
@@ -137,20 +135,20 @@ class AsyncAL2SGD(AsyncL2GD):
         client.keep.done = torch.zeros_like(client.size)
 
     def share(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        y, z = self.walk(client, steps, rate)
+        y, z = self._walk(client, steps, rate)
         client.keep.y, client.keep.z, client.keep.done = y, z, steps
-        return self.point(client, y, z)
+        return self._point(client, y, z)
 
     def offer(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
         self.share(client, steps, rate)
         return client.keep.y
 
-    def walk(self, client: Client, steps: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    def _walk(self, client: Client, steps: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
         """Take the local steps due since the last call."""
         x, y, z, grad = client.keep.x, client.keep.y, client.keep.z, client.keep.slope
         owed = steps - client.keep.done
         for k in range(int(owed.max())):
-            t = self.point(client, y, z)
+            t = self._point(client, y, z)
             g = grad + rate * (client.grad(t) - client.grad(x, again=True))
             new_y, new_z = self.move(t, z, g)
             y, z = torch.where(k < owed, new_y, y), torch.where(k < owed, new_z, z)
@@ -158,7 +156,7 @@ class AsyncAL2SGD(AsyncL2GD):
                 break
         return y, z
 
-    def point(self, client: Client, y: Tensor, z: Tensor) -> Tensor:
+    def _point(self, client: Client, y: Tensor, z: Tensor) -> Tensor:
         """Return t, where the gradient is estimated."""
         return self.a1 * z + self.a2 * client.keep.x + (1 - self.a1 - self.a2) * y
 
@@ -168,12 +166,12 @@ class AsyncAL2SGD(AsyncL2GD):
         return y, self.b1 * z + (1 - self.b1) * t + self.b2 / self.lr * (y - t)
 
     def pull_all(self, client: Client, common: Tensor, inside: Tensor, pulls: Tensor) -> None:
-        t, far, near = self.point(client, client.keep.y, client.keep.z), pulls[..., :1], pulls[..., 1:]
+        t, far, near = self._point(client, client.keep.y, client.keep.z), pulls[..., :1], pulls[..., 1:]
         change = far * (t - common - client.keep.from_common) + near * (t - inside - client.keep.from_inside)
         client.keep.y, client.keep.z = self.move(t, client.keep.z, client.keep.slope + change)
 
     def pull_inside(self, client: Client, inside: Tensor, pull: Tensor) -> None:
-        t = self.point(client, client.keep.y, client.keep.z)
+        t = self._point(client, client.keep.y, client.keep.z)
         change = pull * (t - inside - client.keep.from_inside)
         client.keep.y, client.keep.z = self.move(t, client.keep.z, client.keep.slope + change)
 
@@ -183,7 +181,7 @@ class AsyncAL2SGD(AsyncL2GD):
         client.keep.slope = client.full_grad(x) + far * (x - common) + (gamma - far) * (x - inside)
 
     def deploy(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        return self.walk(client, steps, rate)[0]
+        return self._walk(client, steps, rate)[0]
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         return {**super().observe(fed, s), "renewed": torch.tensor(float(s.renewed))}

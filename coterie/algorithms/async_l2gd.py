@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Reveals, setting
+from coterie.algorithms.finding import Finder
 from coterie.engine import fast_forward
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -25,7 +26,7 @@ HEADS = "client-cluster"  # the link between clients and the head of their clust
 
 
 @dataclass(frozen=True)
-class AsyncL2GD(Algorithm):
+class AsyncL2GD(Finder):
     """Personal models pulled to their cluster's mean and to the common one (Lyu, Hanzely, Kolar 2022, Algorithm 1).
 
     min sum_i f_i(t_i) + gamma_i/2 [(1-alpha_j) |t_i - m_j|^2 + alpha_j |t_i - m|^2],   alpha_j = lambda/(lambda + G_j)
@@ -36,12 +37,15 @@ class AsyncL2GD(Algorithm):
 
     coins = "one" is the variant of the paper's experiments: p_j = 0, tau_j = 1. Local steps are taken when a client is
     next called, so that a round without communication calls no client. gamma, alpha, lambda_, p and tau may be one
-    number or a list with one per cluster.
+    number or a list with one per cluster, gamma also one per client. lr times a pull above 2 diverges and is refused.
     """
 
     lr: float = setting(0.05, "step size", above=0, tune=(0.003, 0.01, 0.03, 0.1))
     gamma: float | tuple[float, ...] = setting(
-        1.0, "strength of the pull of a client to the centres", above=0, tune=(0.1, 0.3, 1.0, 3.0)
+        1.0,
+        "strength of the pull of a client to the centres (one, per cluster, or per client)",
+        above=0,
+        tune=(0.1, 0.3, 1.0, 3.0),
     )
     lambda_: float | tuple[float, ...] = setting(
         1.0, "strength of the pull of a cluster's centre to the common one", low=0
@@ -59,14 +63,18 @@ class AsyncL2GD(Algorithm):
     coins: str = setting(
         "independent", "one coin for each cluster, or one for all", options=("independent", "one")
     )
+    clusters: str = setting("known", "use the known clusters, or find them first", options=("known", "found"))
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "measure": "aggregate",
+        "share": "personal",
+        "pull_all": "nothing",
+        "pull_inside": "nothing",
+    }
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lambda_", "alpha", "p", "tau"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         super().__post_init__()
         if self.p0 == 1:
             raise SettingError(
@@ -104,15 +112,20 @@ class AsyncL2GD(Algorithm):
             The algorithm.
         """
         draft = cls(gamma=gamma, alpha=alpha, lambda_=1.0 if lambda_ is None else lambda_, **settings)
+        if draft.clusters == "found":
+            fed = fed.fresh(dropout=0.0)
+            draft.use_found(fed)
         penalty, smoothness = draft.penalty(fed), draft.constants(fed)["smoothness"]
         coins = (Coins.best_one if draft.coins == "one" else Coins.best)(penalty, smoothness)
         chosen = {"p0": coins.p0, "p": float(coins.p[0]), "lr": 0.5 / coins.smoothness(penalty, smoothness)}
         return cls(**{**draft.settings(), "tau": None, **chosen})
 
     def start(self, fed: Federation) -> State:
+        found = self.use_found(fed) if self.clusters == "found" else {}
         penalty = self.penalty(fed)
         coins = self.chances(penalty)
         pulls = [coins.far(penalty), coins.near(penalty), coins.inside(penalty)]
+        self.check_step(float(torch.maximum(pulls[0] + pulls[1], pulls[2]).max()))
         weight = penalty.gamma * penalty.alpha[penalty.clusters]
         return State(
             pulls=torch.cat(pulls, -1).to(fed.dtype),
@@ -122,7 +135,17 @@ class AsyncL2GD(Algorithm):
             steps=torch.zeros(len(coins.p), 1, dtype=fed.dtype, device=fed.device),
             rounds_global=0,
             rounds_within=0,
+            **found,
         )
+
+    def check_step(self, pull: float) -> None:
+        """Raise an error if a step to a centre would overshoot by more than the distance, and so diverge."""
+        if self.lr * pull > 2:
+            raise SettingError(
+                f"{self.name}: lr = {self.lr:g} is too large for these pulls: a model would jump {self.lr * pull:.3g} "
+                f"times its distance to the centre, and diverge. Take lr below {2 / pull:.2g}, a smaller gamma, larger "
+                "p0 and p, or the numbers of the theory (--set theory=true, `from_theory`)"
+            )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         everyone, inside = self.toss(fed, t, len(s.steps))
@@ -165,7 +188,8 @@ class AsyncL2GD(Algorithm):
 
     def fast_forward(self, fed: Federation, s: State, after: int, until: int) -> tuple[State, int]:
         """Run rounds of one coin with all clients as one stack; half as many if numbers overflow."""
-        client = fast_forward.stack(fed, self) if self.coins == "one" and until > after + 1 else None
+        plain = self.coins == "one" and not self.per_client(len(s.steps))
+        client = fast_forward.stack(fed, self) if plain and until > after + 1 else None
         if client is None:
             return s, after
         clusters, k, talks = fed.known_clusters(), len(s.steps), []
@@ -200,17 +224,27 @@ class AsyncL2GD(Algorithm):
             fast_forward.commit(fed, client, talks, (share, heads, pull))
         return s.replace(steps=steps, rounds_global=s.rounds_global + len(talks)), until
 
-    def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the weights of a client in its cluster's mean, [k, 1], and of clusters in the common one, [k]."""
+    def weights(self, s: State, clusters: Tensor, ids: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the weights of a client in its cluster's mean, [k, 1], and of clusters in the common one, [k].
+
+        Where gamma differs inside clusters, gamma_i [n, 1] follows: the weight of client i is the first times it.
+        """
         gamma = _rows(s.weights, ids)[:, :1]
         count = group_sum(torch.ones_like(gamma), clusters, len(s.steps))
-        prox = s.alpha * group_sum(gamma, clusters, len(s.steps))
-        total = prox.sum().clamp_(min=torch.finfo(prox.dtype).tiny)
-        return 1 / count.clamp_(min=1), (prox / total).squeeze(-1)
+        sums = group_sum(gamma, clusters, len(s.steps))
+        prox, tiny = s.alpha * sums, torch.finfo(gamma.dtype).tiny
+        above = (prox / prox.sum().clamp_(min=tiny)).squeeze(-1)
+        if self.per_client(len(s.steps)):
+            return 1 / sums.clamp_(min=tiny), above, gamma
+        return 1 / count.clamp_(min=1), above
 
-    def means(self, models: Tensor, groups: Groups, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def per_client(self, clusters: int) -> bool:
+        """Return True if gamma has a number for each client."""
+        return isinstance(self.gamma, tuple) and len(self.gamma) != clusters
+
+    def means(self, models: Tensor, groups: Groups, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return the common mean [d] and those of the clusters [k, d]."""
-        inside = groups.sum(models).mul_(weights[0])
+        inside = groups.sum(models if len(weights) == 2 else weights[2] * models).mul_(weights[0])
         return weights[1] @ inside, inside
 
     def exchange(self, fed: Federation, inside: Tensor) -> None:
@@ -222,11 +256,11 @@ class AsyncL2GD(Algorithm):
         client.keep.done = torch.zeros_like(client.size)
 
     def share(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        client.keep.model = self.catch_up(client, steps, rate)
+        client.keep.model = self._catch_up(client, steps, rate)
         client.keep.done = steps
         return client.keep.model
 
-    def catch_up(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
+    def _catch_up(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
         """Take the local steps due since the last call."""
         x, owed, pace = client.keep.model, steps - client.keep.done, self.lr * rate
         common = int(owed.min())
@@ -256,10 +290,15 @@ class AsyncL2GD(Algorithm):
         client.keep.model = x - self.lr * pull * (x - inside)
 
     def deploy(self, client: Client, steps: Tensor, rate: Tensor) -> Tensor:
-        return self.catch_up(client, steps, rate)
+        return self._catch_up(client, steps, rate)
 
     def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {}, self._pace(fed, s, None)
+
+    def allowed_steps(self, fed: Federation, curvature: float) -> dict[str, float]:
+        """Return the step size of Corollary 3.6, which falls with the pulls."""
+        penalty = self.penalty(fed)
+        return {"lr": 0.5 / self.chances(penalty).smoothness(penalty, curvature)}
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         counts = {"rounds_global": s.rounds_global, "rounds_within": s.rounds_within}
@@ -270,18 +309,20 @@ class AsyncL2GD(Algorithm):
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         pulls = {"pull_all": (2 * d + 2, 0), "pull_inside": (d + 1, 0)}
-        return {"begin": (0, 0), "measure": (0, 2), "share": (2, d), **pulls}
+        return {"begin": (0, 0), "measure": (0, 2), "share": (2, d), **pulls, **self.finding_traffic(d)}
 
     def penalty(self, fed: Federation) -> Penalty:
         """Return the objective's penalty on these clients."""
         clusters = fed.known_clusters()
         gamma: float | Tensor | tuple[float, ...] = self.gamma
         if isinstance(gamma, tuple):
-            if len(gamma) != int(clusters.max()) + 1:
+            k = int(clusters.max()) + 1
+            if len(gamma) not in (k, fed.n):
                 raise SettingError(
-                    f"{self.name}: gamma has {len(gamma)} numbers for {int(clusters.max()) + 1} clusters"
+                    f"{self.name}: gamma has {len(gamma)} numbers for {k} clusters and {fed.n} clients"
                 )
-            gamma = torch.tensor(gamma, dtype=torch.float64, device=clusters.device)[clusters]
+            each = torch.tensor(gamma, dtype=torch.float64, device=clusters.device)
+            gamma = each[clusters] if len(gamma) == k else each
         if self.alpha is not None:
             return Penalty.of(clusters, gamma, alpha=self.alpha)
         return Penalty.of(clusters, gamma, lambda_=self.lambda_)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from torch import Tensor
 
@@ -15,6 +15,18 @@ from coterie._core.errors import SettingError, nearest
 from coterie.engine.calls import arguments
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
+from coterie.models.base import Model
+
+Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
+Reveals = dict[str, Disclosure]
+DISCLOSURES: dict[Disclosure, str] = {
+    "nothing": "sends nothing",
+    "aggregate": "sends a few numbers about all training rows, such as a loss or a curvature",
+    "gradient": "sends a gradient (or Hessian) at a point that the server names",
+    "model": "sends a shared model after training it on its rows",
+    "personal": "sends its personal model, or steps from which the server can follow it",
+    "values": "sends values of single rows, or sums over so few rows that they can be told apart",
+}
 
 
 def setting(
@@ -74,7 +86,9 @@ class Algorithm:
 
     Write `start` and `round` for the server, phases for the clients, and `deploy` for the model that a client uses. A
     phase is a method `(self, client, ...)` that `round` runs on clients with `fed.map`. A method
-    `begin(self, client, <state fields by name>)`, if there is one, runs once on every client before its first phase.
+    `begin(self, client, <state fields by name>)`, if there is one, runs once on every client before its first phase and
+    sends nothing. `reveals` says of every other phase what it sends, in the words of `DISCLOSURES`; a node runs no
+    phase that is not in it, and its policy can forbid a word.
 
     Parameters
     ----------
@@ -91,6 +105,7 @@ class Algorithm:
     >>> @dataclass(frozen=True)
     ... class GradientDescent(Algorithm):
     ...     '''x <- x - lr mean_i grad f_i(x) (Cauchy, 1847).'''
+    ...     reveals = {"gradient": "gradient"}
     ...     lr: float = setting(0.1, "step size", above=0)
     ...     def start(self, fed):
     ...         return State(x=fed.initial_model())
@@ -110,7 +125,15 @@ class Algorithm:
     batch: int = setting(32, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     name: ClassVar[str] = ""
+    reveals: ClassVar[Reveals] = {}
+    optional: ClassVar[frozenset[str]] = frozenset()  # phases that some settings or commands do without
+    sentinels: ClassVar[frozenset[float]] = (
+        frozenset()
+    )  # numbers in its messages that stand for something else
+    in_units: ClassVar[bool] = False  # its messages hold numbers in the units of the table, of any size
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
+    starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
+    stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -125,6 +148,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
             _check(self.name, field, getattr(self, field.name))
 
     def start(self, fed: Federation) -> State:
@@ -233,6 +257,16 @@ class Algorithm:
         """
         return s.x if "x" in s else None
 
+    def require_certificate(self, fed: Federation) -> None:
+        """Raise SettingError unless `certificate` will bound the distance to the best value on this federation."""
+        raise SettingError(
+            f"{self.name} has no certificate, so no accuracy can be the target of its training; flix with dgd has one"
+        )
+
+    def rounds_left(self, s: State, target: float) -> int | None:
+        """Return the rounds after which `certificate` is sure to be at most `target`; None if that is not known."""
+        return None
+
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         """Return values to record whenever models are scored.
 
@@ -279,6 +313,69 @@ class Algorithm:
             The bound.
         """
         return math.inf
+
+    varying: ClassVar[frozenset[str]] = frozenset()
+    """Phases whose messages may be shorter than `traffic` declares, because what is asked depends on the data."""
+
+    def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
+        """Declare the communication for a model, where more of it matters than its number of parameters.
+
+        Parameters
+        ----------
+        model
+            The model that is trained.
+
+        Returns
+        -------
+        dict of str to tuple of int
+            As `traffic`, which it is by default.
+        """
+        return self.traffic(model.d)
+
+    def own_model(self, rounds: int) -> Model | None:
+        """Return the model that this method trains, if it is not for any model.
+
+        Parameters
+        ----------
+        rounds
+            Number of rounds it is to be trained for.
+
+        Returns
+        -------
+        Model or None
+            None, by default: the method trains the model that it is given.
+        """
+        return None
+
+    def without_stopping(self) -> Algorithm:
+        """Return the settings that train up to the last round, whatever validation rows say.
+
+        Returns
+        -------
+        Algorithm
+            The settings themselves, by default: few methods stop by themselves.
+        """
+        return self
+
+    def allowed_steps(self, fed: Federation, curvature: float) -> dict[str, float]:
+        """Return the largest step sizes at which gradient steps do not diverge.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+        curvature
+            Largest curvature L of a client's loss.
+
+        Returns
+        -------
+        dict of str to float
+            By hyperparameter: 2 / (L + lam + ridge) for those that are step sizes of the loss, where `lam` and `ridge`
+            are the pulls of this method, if it has any.
+        """
+        pulls = sum(float(getattr(self, name, 0.0) or 0.0) for name in ("lam", "ridge"))
+        steps = [name for name in ("lr", "tuning_lr", "inner_lr", "local_lr") if hasattr(self, name)]
+        return {name: 2.0 / max(curvature + pulls, 1e-300) for name in steps}
 
     def replace(self, **changes: Any) -> Self:
         """Return the same algorithm with some hyperparameters changed.
@@ -342,6 +439,8 @@ def _from_text(algorithm: str, name: str, text: str, kind: Any) -> Any:
             return convert(text)
         except ValueError:
             continue
+    if "tuple" in str(kind) and ("," in text or text.startswith("[")):
+        return _numbers(algorithm, name, text)
     if "str" in str(kind):
         return text
     if "None" in str(kind) and text.lower() == "none":
@@ -349,7 +448,25 @@ def _from_text(algorithm: str, name: str, text: str, kind: Any) -> Any:
     raise SettingError(f"{algorithm}: {name} = {text!r} is not a {'whole ' if kind is int else ''}number")
 
 
+def _plain(value: Any) -> Any:
+    """Return numbers of numpy and torch as Python's, and lists and arrays of numbers as tuples."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(_plain(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _numbers(algorithm: str, name: str, text: str) -> tuple[float, ...]:
+    """Return a list of numbers such as [0.5, 1, 2], with or without brackets."""
+    try:
+        return tuple(float(part) for part in text.strip().removeprefix("[").removesuffix("]").split(","))
+    except ValueError:
+        raise SettingError(f"{algorithm}: {name} = {text!r} is not a list such as [0.5,1,2]") from None
+
+
 def _check(algorithm: str, field: dataclasses.Field[Any], value: Any) -> None:
+    if isinstance(value, tuple):
+        for one in value:
+            _check(algorithm, field, one)
+        return
     limits = field.metadata
     where = f"{algorithm}: {field.name} = {value!r}"
     if limits.get("options") and isinstance(value, str) and value not in limits["options"]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.state import State
 
 
@@ -35,13 +38,21 @@ class Ditto(Algorithm):
     lam: float = setting(1.0, "strength of the pull to the shared model", low=0, tune=(0.01, 0.1, 0.3, 1.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    weighting: str = setting(
+        "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
+    )
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = {"train": "model"}
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    stays: ClassVar[frozenset[str]] = frozenset({"personal"})
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         r = fed.map(self.train, x=s.x, to=fed.sample(t, self.participation))
-        return State(x=r.mean())
+        return State(x=r.mean(uniform=self.weighting == "uniform"))
 
     def begin(self, client: Client, x: Tensor) -> None:
         client.keep.personal = x

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.algorithms.neighbours import at_each, ball_quality, moved, strangers
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -38,6 +38,7 @@ class Fc(Algorithm):
     passes: int = setting(10, "passes of the clustering per round", low=1)
     cluster_on: str = setting("all", "part of the gradient that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
+    reveals: ClassVar[Reveals] = {"own_slope": "personal", "slope": "gradient"}
 
     def start(self, fed: Federation) -> State:
         size = self.size or int(torch.bincount(fed.known_clusters(f"{self.name} with size = 0")).min())

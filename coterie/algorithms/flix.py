@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.algorithms.mixing import Alpha, best_alpha, local_minimiser, read_alpha
 from coterie.engine.client import Client
 from coterie.engine.compressors import compressor
@@ -18,7 +18,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.base import norm
-from coterie.theory import flix_rates, flix_steps
+from coterie.theory import flix_rates, flix_rounds, flix_steps
 from coterie.theory.flix import Mixture
 
 FULL = ("dgd", "dcgd", "diana", "ef21", "scaffnew")  # all rows in a gradient, and a step size from theory
@@ -38,7 +38,8 @@ class FLIX(Algorithm):
     ef21: as diana with beta = 1, for compressors that are biased (Richtarik, Sokolov, Fatkhullin, NeurIPS 2021)
     scaffnew: x_i <- x_i - lr (G_i(x_i) - h_i) until a coin ends the round, then x = mean x_i, h_i += chance/lr
     (x - x_i), x_i <- x (Mishchenko, Malinovsky, Stich, Richtarik, ICML 2022)
-    one-shot: x = sum_i w_i x_i, w_i ~ alpha_i^2 L_i, in one round;   sgd, adam: G_i of a minibatch, sampled clients
+    one-shot: x = sum_i w_i x_i, w_i ~ alpha_i^2 L_i (networks: its square), in one round
+    sgd, adam: G_i of a minibatch, sampled clients
 
     alpha = 0 is training alone and sends nothing, alpha = 1 is gradient descent on the average risk. `alpha` is a
     number, one per client, or "auto": each client takes the mixture with the lowest error on its validation rows,
@@ -94,6 +95,16 @@ class FLIX(Algorithm):
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
 
     theory_example: ClassVar[dict[str, Any]] = {"alpha": 0.6, "solver": "diana", "compressor": "rand-2"}
+    reveals: ClassVar[Reveals] = {
+        "constants": "aggregate",
+        "local_model": "personal",
+        "rest": "nothing",
+        "slope": "gradient",
+        "shifts": "gradient",
+        "shifted_slope": "gradient",
+        "descend": "model",
+        "settle": "nothing",
+    }
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alpha", read_alpha(self.alpha))
@@ -124,6 +135,7 @@ class FLIX(Algorithm):
         alpha: Alpha = 0.5,
         solver: str = "dgd",
         compressor: str = "identity",
+        rounds: int | None = None,
         **settings: Any,
     ) -> FLIX:
         """Return FLIX with the step size of theory, for which each client is asked for L_i and mu_i.
@@ -141,6 +153,8 @@ class FLIX(Algorithm):
             Solver of the shared model.
         compressor
             Compressor of the clients' messages.
+        rounds
+            Rounds that will be taken, if they are known: DCGD takes shorter steps for more of them on networks.
         **settings
             Other hyperparameters.
 
@@ -161,7 +175,7 @@ class FLIX(Algorithm):
         if solver not in FULL or asked.alpha == "auto":
             return asked
         mixture = asked.mixture(fed)
-        lr = asked._theory_step(fed, mixture)
+        lr = asked._theory_step(fed, mixture, rounds)
         if solver == "scaffnew":
             return asked.replace(lr=lr, chance=asked.chance or flix_steps.scaffnew_chance(mixture))
         if mixture.mu <= 0 and solver in ("dcgd", "diana") and fed.model.convex:
@@ -284,9 +298,28 @@ class FLIX(Algorithm):
         chosen = {"alpha": s.alpha} if isinstance(self.alpha, str) else {}
         return chosen | ({"gap": torch.tensor(s.gap)} if math.isfinite(s.gap) else {})
 
+    def require_certificate(self, fed: Federation) -> None:
+        why = ""
+        if not fed.model.convex:
+            why = "networks have none: their losses are not convex"
+        elif self.solver != "dgd" or self.lr > 0 or self.participation < 1 or self.alpha == "auto":
+            why = "it needs solver = dgd, lr = 0, a given alpha and all clients in every round"
+        elif self.mixture(fed).mu <= 0 < self._alphas(fed).max():
+            why = flix_rounds.NOT_STRONGLY_CONVEX
+        if why:
+            raise SettingError(f"flix: no certificate, so no accuracy can be the target: {why}")
+
     def certificate(self, s: State) -> float:
         """Return a bound on f~(x) - min f~, from the gradient of gradient descent; inf for other solvers."""
-        return float(s.gap)
+        return float(s.gap) if s.alpha.any() else 0.0
+
+    def rounds_left(self, s: State, target: float) -> int | None:
+        if not 0 < self.certificate(s) < math.inf:
+            return None
+        mixture = self._known(
+            s
+        )  # the gradient is as small as the gap that it bounds once the gap is this small
+        return flix_rounds.dgd_rounds(mixture, self.certificate(s), target * mixture.mu / mixture.L)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sent, own = compressor(self.compressor).floats(d), int(isinstance(self.alpha, tuple))
@@ -308,7 +341,8 @@ class FLIX(Algorithm):
         s = self._with_curvature(s, r, "smoothness")
         if len(r) == 0:
             return s
-        x = Mixture(s.alpha[r.ids], r["smoothness"], torch.zeros(len(r))).average(r["x"])
+        mixture = Mixture(s.alpha[r.ids], r["smoothness"], torch.zeros(len(r)))
+        x = mixture.average(r["x"], stationary=not fed.model.convex)
         if self.solver == "scaffnew":
             fed.map(self.settle, x=x, pull=0.0)
         return s.replace(x=x, ready=True, **({"mean": x} if self.average else {}))
@@ -364,12 +398,12 @@ class FLIX(Algorithm):
             s = s.replace(gap=flix_rates.running_certificate(mixture, size**2, lr))
         return s.replace(x=x, first=first)
 
-    def _theory_step(self, fed: Federation, mixture: Mixture) -> float:
+    def _theory_step(self, fed: Federation, mixture: Mixture, rounds: int | None = None) -> float:
         """Return the step size of theory; 0 if nothing is known or nothing curves."""
         if self.solver not in FULL or mixture.n == 0:
             return 0.0
         delta = compressor(self.compressor).delta(fed.d) if self.solver == "ef21" else 1.0
-        return flix_steps.step(self.solver, mixture, self._omega(fed.d), delta, fed.model.convex)
+        return flix_steps.step(self.solver, mixture, self._omega(fed.d), delta, fed.model.convex, rounds)
 
     def _known(self, s: State) -> Mixture:
         """Return the constants of the clients that sent theirs; what was not sent of mu_i counts as 0."""

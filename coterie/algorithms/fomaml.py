@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
@@ -31,6 +33,9 @@ class FOMAML(Algorithm):
     steps: int = setting(1, "outer steps per round", low=1)
     tuning_steps: int = setting(10, "fine-tuning steps when deployed", low=0, tune=(1, 5, 20))
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    reveals: ClassVar[Reveals] = {"train": "gradient"}
+
+    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Reveals, setting
+from coterie.algorithms.effect_groups import effect_groups
+from coterie.algorithms.finding import Finder
+from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
+from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, shortened, weight_of
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
-from coterie.theory.variance_components import EFFECTS, Components, Sums, maximum_likelihood, moments
+from coterie.theory.mixed_likelihood import maximum_likelihood
+from coterie.theory.robust import looks_heavy, without_strangers
+from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
-MOST_VARIANCES = 16  # parameters up to which each has a variance of its own unless asked otherwise
 ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
+LONGEST_STEP = 3.0  # of a centre in a round: a quadratic misleads far away
 MOST_NEWTON_STEPS = 50  # of a newcomer; less than ten are usual
 GAMMAS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LAMBDAS = (0.1, 1.0, 10.0, 100.0)
@@ -31,17 +36,19 @@ PAIRS = list(product(GAMMAS, LAMBDAS))
 
 
 @dataclass(frozen=True)
-class Hierarchical(Algorithm):
+class Hierarchical(MarginalEffects, Finder):
     """Client, cluster and common parameters of a hierarchical model (Lyu, Hanzely, Kolar 2022, section 5).
 
     min sum_i [n_i f_i(t_i)/sigma^2 + gamma/2 |t_i - w_j|^2] + sum_j lambda/2 |w_j - w|^2
 
     gamma = 1/s_j^2 and lambda = 1/s0^2 are inverse variances between clients and between clusters, estimated from
     sums over rows by maximum likelihood, or the pair with the lowest validation loss (`choose`). Least squares
-    reaches the exact minimiser in one round; logistic and softmax take Newton steps, with variances of the
-    quadratic model around the current one (Breslow and Clayton 1993); networks, and models with more than 256
-    parameters, take gradient steps with gamma and lambda as given (tune them). With grouping = "one" all clients form
-    one cluster: the random-coefficients model, for clients without known clusters.
+    reaches the exact minimiser in one round. Logistic, softmax, Poisson, negative binomial and ordinal models are
+    generalised linear mixed models: every client integrates over its effects by adaptive quadrature (Pinheiro and
+    Bates 1995) and sends value, gradient and Hessian of its marginal log likelihood, whose sums give Newton steps. With
+    more than 16 effects variances are those of the quadratic model (Breslow and Clayton 1993); networks, and models
+    with more than 256 parameters, take gradient steps with gamma and lambda as given (tune them). With grouping =
+    "one" all clients form one cluster: the random-coefficients model, for clients without known clusters.
 
     Examples
     --------
@@ -57,8 +64,20 @@ class Hierarchical(Algorithm):
     choose: str = setting("auto", "how gamma and lambda are chosen", options=CHOICES)
     effects: str = setting(
         "auto",
-        "one variance for all coefficients, one for each, or of the intercept only",
+        "coefficients that differ, and their variances: one for all, for each, intercept only, intercept and the rest",
         options=("auto", *EFFECTS),
+    )
+    slopes: str = setting("", "further coefficients that differ with effects = intercept, such as age,2")
+    covariance: str = setting(
+        "diagonal", "effects of a client are independent, or correlated (full)", options=("diagonal", "full")
+    )
+    variances: str = setting(
+        "shared", "variances of clients are the same in all clusters or not", options=("shared", "cluster")
+    )
+    noise: str = setting(
+        "one",
+        "noise variance of least squares: one, per cluster, or per client",
+        options=("one", "cluster", "client"),
     )
     gamma: float = setting(
         1.0, "strength of the pull of a client to its cluster (choose = given)", above=0, tune=GAMMAS
@@ -66,16 +85,34 @@ class Hierarchical(Algorithm):
     lambda_: float = setting(
         1.0, "strength of the pull of a cluster to the common centre (choose = given)", low=0, tune=LAMBDAS
     )
+    tails: str = setting(
+        "auto",
+        "of least squares: normal, t, or t where a client is too far off",
+        options=("auto", "normal", "t"),
+    )
     solver: str = setting(
         "auto", "use second derivatives (newton) or gradients", options=("auto", "newton", "gradient")
     )
     lr: float = setting(0.1, "step size of the gradient solver", above=0, tune=(0.03, 0.1, 0.3))
     steps: int = setting(5, "steps per round of the gradient solver", low=1)
     grouping: str = setting(
-        "known", "use the known clusters, or one cluster of all clients", options=("known", "one")
+        "known",
+        "use the known clusters, one cluster of all clients, or clusters that are found first",
+        options=("known", "one", "found"),
     )
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "train": "model",
+        "curve": "gradient",
+        "place": "nothing",
+        "judge": "aggregate",
+        "contribute": "gradient",
+        "follow": "nothing",
+        "join": "personal",
+    }
+    optional: ClassVar[frozenset[str]] = Finder.optional | {"join"}
 
     def start(self, fed: Federation) -> State:
+        found = self.use_found(fed) if self.grouping == "found" else {}
         k, choice = self.count(fed), self.choice(fed)
         if choice == "validation" and not fed.has_rows("validation"):
             raise SettingError(
@@ -88,11 +125,15 @@ class Hierarchical(Algorithm):
             )
         x = fed.initial_model()
         spread = torch.zeros(k, fed.d, dtype=fed.dtype, device=fed.device)
-        return State(x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False)
+        return State(
+            x=x, centres=x.repeat(k, 1), within=spread, between=spread[0], noise=1.0, done=False, **found
+        )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         if s.done:
             return s
+        if "psi" in s:
+            return self.marginal_round(fed, s, self.clusters(fed), self.choice(fed) == "reml")
         return self.newton_round(fed, s, t) if self.newton(fed) else self.gradient_round(fed, s)
 
     def newton_round(self, fed: Federation, s: State, t: int) -> State:
@@ -100,22 +141,38 @@ class Hierarchical(Algorithm):
         replies = fed.map(self.curve, link=self.link)
         if not len(replies):
             return s
-        sums, quadratic = self.sums(fed, replies), fed.model.has_statistics
+        sums, closed = self.sums(fed, replies), fed.model.has_statistics
         found = Components(s.noise, s.within.double(), s.between.double())
-        if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not quadratic):
-            found = self.components(fed, sums, found if s.within.any() else None)
-        a, b = sums.xx / found.noise, sums.xy / found.noise
-        spread = found.between.expand(found.within.shape)
-        h, g = lift(a, b, found.within[sums.clusters])
+        if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not closed):
+            near = found if s.within.any() else None
+            groups = effect_groups(self, fed, sums, near)
+            found = self.components(fed, sums, groups, replies.ids, near)
+            s = s.replace(groups=groups)
+            if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
+                found, trust = self.robust(fed, sums, groups, found)
+                s = s.replace(trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, trust))
+        if "trust" in s:
+            sums = replace(sums, trust=s.trust[replies.ids].double())
+        noise = found.noise_of()
+        a = sums.xx / (noise.unsqueeze(-1) if isinstance(noise, Tensor) else noise)
+        b = sums.xy / noise
+        spread = found.between.expand(found.within.shape[:2])
+        h, g = sums.trusted(*lift(a, b, found.within[sums.clusters]))
         middle, common = centres(h, g, sums.clusters, spread)
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
+        if not closed:
+            middle = s.centres + shortened(middle - s.centres, LONGEST_STEP)
         self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
         clusters = self.clusters(fed)
-        each = {"centre": middle[clusters], "spread": within[clusters]}
-        placed = fed.map(self.place, each=each, noise=found.noise, link=self.link)
+        each = {"centre": middle[clusters], "spread": within[clusters].flatten(1)}
+        shared: dict[str, Any] = {"noise": found.noise}
+        if isinstance(noise, Tensor):
+            shared = {}
+            each["noise"] = torch.full((fed.n, 1), found.noise).to(noise).index_copy(0, replies.ids, noise)
+        placed = fed.map(self.place, each=each, **shared, link=self.link)
         still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
-        settled = quadratic or (still and t > ESTIMATED_ROUNDS)
-        return State(
+        settled = closed or (still and t > ESTIMATED_ROUNDS)
+        s = s.replace(
             x=common.to(fed.dtype),
             centres=middle,
             within=within,
@@ -124,6 +181,10 @@ class Hierarchical(Algorithm):
             certainty=certainty(h, sums.clusters, spread).to(fed.dtype),
             done=settled and len(replies) == len(placed) == fed.n,
         )
+        likelihood = self.choice(fed) in ("ml", "reml")
+        if t >= QUADRATIC_ROUNDS and likelihood and self.integrates(fed, s.groups):
+            return s.replace(**self.first_point(fed, s, found, sums))
+        return s
 
     def gradient_round(self, fed: Federation, s: State) -> State:
         """Take gradient steps: clients are pulled to their centres, and the centres minimise the penalty."""
@@ -141,7 +202,9 @@ class Hierarchical(Algorithm):
         common = middle.mean(0) if self.lambda_ == 0 else common.to(fed.dtype)
         return s.replace(x=common, centres=middle)
 
-    def components(self, fed: Federation, sums: Sums, near: Components | None) -> Components:
+    def components(
+        self, fed: Federation, sums: Sums, groups: Tensor, ids: Tensor, near: Components | None
+    ) -> Components:
         """Return the variances as `choose` says; for losses other than least squares the noise is one."""
         choice, noise = self.choice(fed), None if fed.model.has_statistics else 1.0
         if choice == "given":
@@ -150,10 +213,29 @@ class Hierarchical(Algorithm):
             return self.validated(fed, sums)
         if choice == "moments":
             effects = self.effects if self.effects == "intercept" else "same"
-            return _rounded(moments(sums, effects, noise=noise))
+            return rounded(moments(sums, effects, noise=noise))
         settings: Any = {"noise": noise, "restricted": choice == "reml", "near": near}
-        effects = ("each" if fed.d <= MOST_VARIANCES else "same") if self.effects == "auto" else self.effects
-        return _rounded(maximum_likelihood(sums, effects, **settings))
+        settings |= {"per_cluster": self.variances == "cluster", "full": self.covariance == "full"}
+        if self.noise != "one" and noise is None:
+            settings["noise_groups"] = sums.clusters if self.noise == "cluster" else torch.arange(len(ids))
+        return rounded(maximum_likelihood(sums, groups, **settings))
+
+    def simple(self, fed: Federation) -> bool:
+        """Return True if heavy tails can be fitted: least squares by likelihood, with one noise variance."""
+        plain = (self.covariance, self.variances, self.noise) == ("diagonal", "shared", "one")
+        return plain and fed.model.has_statistics and self.choice(fed) in ("ml", "reml")
+
+    def robust(
+        self, fed: Federation, sums: Sums, groups: Tensor, found: Components
+    ) -> tuple[Components, Tensor]:
+        """Return variances under heavy tails, and the clients' weights [n, 1]."""
+        if not self.simple(fed):
+            raise SettingError(
+                "hierarchical: tails = 't' is for least squares with variances by likelihood, and with covariance, "
+                "variances and noise as they are by default"
+            )
+        better = without_strangers(sums, groups, found, restricted=self.choice(fed) == "reml")
+        return rounded(better.components), better.trust.to(fed.dtype)
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """Return the variances of the pair (gamma, lambda) with the lowest validation loss after one step."""
@@ -175,12 +257,14 @@ class Hierarchical(Algorithm):
 
     def curve(self, client: Client) -> Tensor:
         """Return A, b, c of 1/2 t'At - b't + c around the client's model, summed over rows, as one vector."""
-        a, b, c = _quadratic(client, client.keep.model, _weight(client))
+        a, b, c = quadratic(client, client.keep.model, weight_of(client))
         return torch.cat([a.flatten(-2), b, c], -1)
 
-    def place(self, client: Client, centre: Tensor, spread: Tensor, noise: float) -> None:
+    def place(self, client: Client, centre: Tensor, spread: Tensor, noise: Tensor | float) -> None:
         """Move the client's model, given its cluster's centre, by Newton steps that never raise its objective."""
-        weight = _weight(client) / noise
+        weight, d = weight_of(client) / noise, centre.shape[-1]
+        covariance = spread.unflatten(-1, (d, d)) if spread.shape[-1] > d else spread
+        spread = spread if covariance is spread else covariance.diagonal(dim1=-2, dim2=-1)
         x = torch.where(spread > 0, client.keep.model, centre)
 
         def objective(point: Tensor) -> Tensor:
@@ -188,14 +272,14 @@ class Hierarchical(Algorithm):
             return weight * client.loss(point) + 0.5 * away.sum(-1, keepdim=True)
 
         for _ in range(1 if client.model.has_statistics else 4):
-            a, b, _ = _quadratic(client, x, weight)
-            aim = settle(a, b, centre.double(), spread.double()).to(x.dtype)
-            x = aim if client.model.has_statistics else _downhill(objective, x, aim)
+            a, b, _ = quadratic(client, x, weight)
+            aim = settle(a, b, centre.double(), covariance.double()).to(x.dtype)
+            x = aim if client.model.has_statistics else downhill(objective, x, aim)
         client.keep.model = x
 
     def judge(self, client: Client, aims: Tensor) -> Tensor:
         """Return the validation loss after one step with each of the centres, [..., pairs]."""
-        a, b, _ = _quadratic(client, client.keep.model, _weight(client))
+        a, b, _ = quadratic(client, client.keep.model, weight_of(client))
         losses = []
         for aim, (gamma, _) in zip(aims.unbind(-2), PAIRS, strict=True):
             x = settle(a, b, aim.double(), torch.full_like(b[..., :1], 1 / gamma))
@@ -204,7 +288,7 @@ class Hierarchical(Algorithm):
 
     def train(self, client: Client, centre: Tensor) -> Tensor:
         """Take steps that are explicit in the mean loss and implicit in the pull, which cannot overshoot."""
-        x, scale = client.keep.model, _weight(client) / client.size
+        x, scale = client.keep.model, weight_of(client) / client.size
         pace = self.lr * self.gamma / client.size
         for _ in range(self.steps):
             x = (x - self.lr * scale * client.grad(x) + pace * centre) / (1 + pace)
@@ -237,7 +321,7 @@ class Hierarchical(Algorithm):
 
         n f(t)/sigma^2 + (t - w)'Q(t - w)/2 at its minimum, and half the log-determinant of I + Q^-1 A (Laplace).
         """
-        weight, x, quadratic = _weight(client) / noise, centre, client.model.has_statistics
+        weight, x, closed = weight_of(client) / noise, centre, client.model.has_statistics
         q, middle = prior.unflatten(-1, (centre.shape[-1], -1)).double(), centre.double()
 
         def objective(point: Tensor) -> Tensor:
@@ -246,22 +330,25 @@ class Hierarchical(Algorithm):
                 x.dtype
             )
 
-        for _ in range(1 if quadratic else MOST_NEWTON_STEPS):
-            a, b, _ = _quadratic(client, x, weight)
+        for _ in range(1 if closed else MOST_NEWTON_STEPS):
+            a, b, _ = quadratic(client, x, weight)
             aim = (middle + pseudo_solve(a + q, b - times(a, middle))).to(x.dtype)
-            before, x = x, aim if quadratic else _downhill(objective, x, aim)
+            before, x = x, aim if closed else downhill(objective, x, aim)
             if torch.equal(x, before):
                 break
-        a, _, _ = _quadratic(client, x, weight)
-        volume = _log_volume(a + q) - _log_volume(q)
+        a, _, _ = quadratic(client, x, weight)
+        volume = log_volume(a + q) - log_volume(q)
         return torch.cat([x, -objective(x) - 0.5 * volume.to(x.dtype)], -1)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
-        return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between}
+        trust = {"weight": s.trust.squeeze(-1)} if "trust" in s else {}
+        return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between, **trust}
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         newton = {"curve": (0, d * d + d + 1), "place": (2 * d + 1, 0), "judge": (len(PAIRS) * d, len(PAIRS))}
-        return {"begin": (d, 0), "train": (d, d), **newton}
+        # of a random intercept; p numbers instead of one for p variances
+        more = {"contribute": (3 * d + 1, (d + 2) * (d + 3) // 2), "follow": (3 * d + 1, 0)}
+        return {"begin": (d, 0), "train": (d, d), **newton, **more, **self.finding_traffic(d)}
 
     def newton(self, fed: Federation) -> bool:
         """Return True if clients send second derivatives."""
@@ -292,7 +379,7 @@ class Hierarchical(Algorithm):
 
     def pass_on(self, fed: Federation, down: Tensor, up: Tensor) -> None:
         """Count what the heads of clusters exchange with the server."""
-        if self.grouping == "known":
+        if self.grouping != "one":
             fed.exchange("centres", "cluster-server", down=down, up=up)
 
     def isotropic(self, fed: Federation, gamma: float, lambda_: float) -> Components:
@@ -309,47 +396,3 @@ class Hierarchical(Algorithm):
         if fed.model.has_statistics:
             return Sums(a, b, 2 * c, replies.weights.double(), clusters, count)
         return Sums(a, b, torch.zeros_like(c), torch.zeros_like(c), clusters, count)
-
-
-def _weight(client: Client) -> Tensor | float:
-    """Return the factor that turns the model's loss into a sum over rows."""
-    return client.size if client.model.reduction == "mean" else 1.0
-
-
-def _quadratic(client: Client, x: Tensor, weight: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A, b, c of the weighted loss around x, in float64."""
-    a = client.hessian(x).double()
-    grad, value = client.full_grad(x).double(), client.loss(x).double()
-    b = times(a, x.double()) - grad
-    c = value - (x.double() * (0.5 * times(a, x.double()) - b)).sum(-1, keepdim=True)
-    scale: Any = weight.double() if isinstance(weight, Tensor) else weight
-    return a * (scale.unsqueeze(-1) if isinstance(scale, Tensor) else scale), b * scale, c * scale
-
-
-def _downhill(objective: Callable[[Tensor], Tensor], x: Tensor, aim: Tensor) -> Tensor:
-    """Step from x towards aim, halving the step until the objective does not rise."""
-    before, share = objective(x), torch.ones_like(x[..., :1])
-    for _ in range(8):
-        worse = objective(x + share * (aim - x)) > before + 1e-12 * before.abs()
-        if not worse.any():
-            break
-        share = torch.where(worse, 0.5 * share, share)
-    return x + share * (aim - x)
-
-
-def _log_volume(a: Tensor) -> Tensor:
-    """Return log det A of symmetric A >= 0, [..., 1]; eigenvalues below rounding count as rounding."""
-    values: Tensor = torch.linalg.eigvalsh(a)
-    least = a.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:]
-    return values.clamp(min=least.clamp(min=torch.finfo(values.dtype).tiny)).log().sum(-1, keepdim=True)
-
-
-def _rounded(found: Components) -> Components:
-    """Round to four digits, so that machines whose last bits differ give the same variances."""
-
-    def digits(value: Tensor) -> Tensor:
-        step = 10.0 ** (value.clamp(min=1e-300).log10().floor() - 3)
-        return torch.where(value > 0, (value / step).round() * step, 0.0)
-
-    noise = float(digits(torch.tensor(found.noise, dtype=torch.float64)))
-    return Components(noise, digits(found.within), digits(found.between))

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Reveals, setting
+from coterie.algorithms.finding import Finder
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
-from coterie.engine.replies import Replies
+from coterie.engine.optimizers import OPTIMIZERS
+from coterie.engine.replies import UNNAMED, Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality
 
 
 @dataclass(frozen=True)
-class Ifca(Algorithm):
+class Ifca(Finder):
     """Iterative federated clustering (Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, arXiv:2006.04088).
 
     client i:  k(i) = argmin_k f_i(theta_k) on all its rows (judge="batch": all theta_k on one minibatch)
     average="gradient":  theta_k <- theta_k - (lr/N) sum_{k(i)=k} g_i(theta_k), N the clients that answered
         (divide="all", as in the paper) or those in k (divide="cluster")
     average="model":  theta_k <- mean of the models of k(i)=k after `steps` SGD steps; an unused model stays
+
+    clusters = 0: the number of models and their starts come from clients that fitted alone, by their held-out rows;
+    then models are offered one by one to clients that have company, and who is alone stays so.
 
     IFCA collapses from bad starts. Deviation: with restarts > 1, that many sets of models are trained for `trial`
     rounds, and the set with the lowest mean of min_k f_i is kept. More models than clients are allowed; the surplus
@@ -41,8 +47,8 @@ class Ifca(Algorithm):
     [-1.0, -1.0, 1.0, 1.0]
     """
 
-    lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
-    clusters: int = setting(2, "number of models", low=1)
+    lr: float = setting(0.05, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
+    clusters: int = setting(0, "number of models; 0: as many as held-out rows ask for", low=0)
     average: str = setting(
         "model",
         "what a cluster averages: models after local steps, or gradients",
@@ -59,8 +65,21 @@ class Ifca(Algorithm):
     spread: float = setting(0.1, "standard deviation of the noise added to each starting model", low=0)
     judge: str = setting("all", "rows on which models are compared in training", options=("all", "batch"))
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    weighting: str = setting(
+        "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
+    )
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = Finder.reveals | {
+        "train": "model",
+        "explore": "model",
+        "weigh": "aggregate",
+        "improve": "model",
+    }
 
     def start(self, fed: Federation) -> State:
+        if not self.clusters:
+            nobody = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+            return State(models=fed.initial_model().unsqueeze(0), labels=nobody, tried=0)
         number = torch.arange(self.restarts * self.clusters, device=fed.device)
         noise = randomness.normal(
             randomness.slots(randomness.key(fed.seed, "ifca", number), fed.d), fed.dtype
@@ -72,14 +91,19 @@ class Ifca(Algorithm):
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
+        if not self.clusters:
+            return self._found_round(fed, s, ids)
         r = fed.map(self.train if s.models.dim() == 2 else self.explore, models=s.models, to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
         if s.models.dim() == 2:
-            models, labels = self._averaged(s.models, s.labels, r, r["update"], r["choice"])
-            return State(models=models, labels=labels, tried=s.tried)
+            models = self._averaged(s.models, r, "update", "choice")
+            return State(models=models, labels=self._labelled(s.models, s.labels, r, "choice"), tried=s.tried)
         sets = [
-            self._averaged(s.models[k], s.labels, r, r["update"][:, k], r["choice"][:, k : k + 1])
+            (
+                self._averaged(s.models[k], r, f"update{k}", f"choice{k}"),
+                self._labelled(s.models[k], s.labels, r, f"choice{k}"),
+            )
             for k in range(self.restarts)
         ]
         if s.tried + 1 < self.trial:
@@ -95,26 +119,70 @@ class Ifca(Algorithm):
         """Choose and train a model of each set."""
         chosen = [self._chosen(client, models[..., k, :, :], self.judge) for k in range(self.restarts)]
         return {
-            "update": torch.stack([self._update(client, x) for x, _, _ in chosen], -2),
-            "choice": torch.cat([choice for _, choice, _ in chosen], -1),
+            **{f"update{k}": self._update(client, x) for k, (x, _, _) in enumerate(chosen)},
+            **{f"choice{k}": choice for k, (_, choice, _) in enumerate(chosen)},
             "loss": torch.cat([loss for _, _, loss in chosen], -1),
         }
 
-    def deploy(self, client: Client, models: Tensor) -> Tensor:
+    def _found_round(self, fed: Federation, s: State, ids: Tensor | None) -> State:
+        """Find the clusters in the first round; then train each client's model, the one that fits it best."""
+        if s.tried == 0:
+            found = self.find_clusters(fed, ids)
+            return State(models=found.models, labels=found.labels, tried=1)
+        labels = self._offered(fed, s, ids)
+        asked = fed.everyone if ids is None else ids
+        asked = asked[labels[asked] >= 0]
+        r = fed.map(self.improve, each={"x": s.models[labels[asked]]}, to=asked)
+        if len(r) == 0:
+            raise NobodyAnswered("no client answered, so no model was trained")
+        return State(models=self._averaged(s.models, r, UNNAMED, labels), labels=labels, tried=s.tried + 1)
+
+    def _offered(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
+        """Return labels after every model of several clients was offered to all clients that are not alone."""
+        count = torch.bincount(s.labels.clamp(min=0), s.labels >= 0, minlength=len(s.models))
+        asked = fed.everyone if ids is None else ids
+        social = asked[(s.labels[asked] < 0) | (count[s.labels[asked].clamp(min=0)] > 1)]
+        lowest = torch.full((fed.n,), torch.inf, dtype=torch.float64, device=fed.device)
+        labels: Tensor = s.labels.clone()
+        for k in (count > 1).nonzero().squeeze(1).tolist() if len(social) and len(s.models) > 1 else []:
+            r = fed.map(self.weigh, x=s.models[k], to=social)
+            better = r.values.double().squeeze(-1) < lowest[r.ids] if len(r) else labels[:0] > 0
+            lowest[r.ids[better]] = r.values[better].double().squeeze(-1) if len(r) else lowest[:0]
+            labels[r.ids[better]] = k
+        lost = labels[asked] < 0
+        return labels.index_fill(0, asked[lost], 0) if lost.any() else labels
+
+    def weigh(self, client: Client, x: Tensor) -> Tensor:
+        return client.batch_loss(x) if self.judge == "batch" else client.loss(x)
+
+    def improve(self, client: Client, x: Tensor) -> Tensor:
+        return self._update(client, x)
+
+    def deploy_inputs(self, fed: Federation, s: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if self.clusters:
+            return {"models": s.models}, {}
+        own = s.models[s.labels.clamp(min=0)]
+        return {}, {"x": torch.where((s.labels >= 0).unsqueeze(-1), own, s.models.mean(0))}
+
+    def deploy(self, client: Client, models: Tensor | None = None, x: Tensor | None = None) -> Tensor:
+        if models is None:
+            assert x is not None
+            return x
         return self._chosen(client, models if models.dim() < len(client.lead) + 3 else models[..., 0, :, :])[
             0
         ]
 
     def common(self, fed: Federation, s: State) -> Tensor:
         models: Tensor = s.models.reshape(-1, fed.d)
-        return models[: self.clusters].mean(0)
+        return models[: self.clusters or len(models)].mean(0)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
         return cluster_quality(s.labels, fed.clusters)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sets = self.restarts
-        return {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
+        given = {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
+        return {**given, **self.finding_traffic(d), "weigh": (d, 1), "improve": (d, d)}
 
     def _initial(self, fed: Federation, k: int) -> Tensor:
         seed = int(randomness.key(fed.seed, "ifca start", k)) & 0x7FFFFFFF
@@ -136,19 +204,22 @@ class Ifca(Algorithm):
             return client.grad(x)
         return client.sgd(x, self.lr, self.steps)
 
-    def _averaged(
-        self, models: Tensor, labels: Tensor, r: Replies, update: Tensor, choice: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return new models and labels from the answers; a choice outside 0..clusters-1 is ignored."""
-        picked = choice.squeeze(-1).round().long()
-        member = picked == torch.arange(len(models), device=models.device).unsqueeze(1)
-        member = member.to(update.dtype)
-        count = member.sum(1, keepdim=True)
-        total = member @ update
+    def _averaged(self, models: Tensor, r: Replies, name: str, by: Tensor | str) -> Tensor:
+        """Return new models from the answers; a choice outside 0..clusters-1 is ignored."""
+        uniform = self.weighting != "size"
         if self.average == "gradient":
-            divisor = count.clamp(min=1) if self.divide == "cluster" else max(1.0, float(count.sum()))
-            after = models - self.lr * total / divisor
-        else:
-            after = torch.where(count > 0, total / count.clamp(min=1), models)
+            mean = r.mean(name, uniform=uniform, by=by, default=torch.zeros_like(models))
+            if self.divide == "all":
+                share = r.count(by, len(models), uniform=uniform).to(mean.dtype)
+                mean = mean * share / share.sum().clamp(min=1)
+            return models - self.lr * mean
+        return r.mean(name, uniform=uniform, by=by, default=models)
+
+    @staticmethod
+    def _labelled(models: Tensor, labels: Tensor, r: Replies, choice: str) -> Tensor:
+        """Return labels with the clients' own choices, where these are told; one outside 0..clusters-1 is ignored."""
+        if not r.single:
+            return labels
+        picked = r[choice].squeeze(-1).round().long()
         valid = (picked >= 0) & (picked < len(models))
-        return after, labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))
+        return labels.index_copy(0, r.ids, torch.where(valid, picked, labels[r.ids]))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, setting
+from coterie.algorithms.base import Algorithm, Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.state import State
 
 
@@ -27,6 +29,10 @@ class Local(Algorithm):
     steps: int = setting(5, "steps per round", low=1)
     ridge: float = setting(0.0, "strength of the ridge penalty", low=0)
     exact: bool = setting(False, "solve for the minimiser instead of taking steps")
+    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    reveals: ClassVar[Reveals] = {"train": "nothing"}
+
+    stays: ClassVar[frozenset[str]] = frozenset({"begin", "train"})
 
     def start(self, fed: Federation) -> State:
         return State(done=False)
@@ -44,6 +50,8 @@ class Local(Algorithm):
         v = client.keep.personal
         if self.exact:
             v = client.solve(torch.zeros_like(v), prox=self.ridge)
+        elif self.optimizer != "sgd":
+            v = client.sgd(v, self.lr, self.steps, prox=self.ridge, anchor=torch.zeros_like(v))
         else:
             for _ in range(self.steps):
                 v = v - self.lr * self._grad(client, v)

@@ -70,3 +70,11 @@ def moved(fed: Federation, s: State, ids: Tensor, models: Tensor, links: Tensor)
 def ball_quality(fed: Federation, s: State) -> dict[str, Tensor]:
     """Return what `observe` records: quality of the groups, and the size of every client's ball."""
     return {**cluster_quality(s.groups, fed.clusters), "neighbours": s.neighbours}
+
+
+def theory_steps(fed: Federation, curvature: Callable[..., Any], lr: float | None) -> dict[str, float]:
+    """Return lr (1/(3L) unless given) and momentum = 3 L lr, at most 1, of Theorems 3 and 4 of threshold clustering."""
+    r = fed.fresh(dropout=0.0).map(curvature)
+    largest = float(r.values.max())
+    chosen = lr or 1 / (3 * largest)
+    return {"lr": chosen, "momentum": min(1.0, 3 * largest * chosen)}

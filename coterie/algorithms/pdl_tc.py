@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, setting
-from coterie.algorithms.neighbours import around_each, at_each, ball_quality, moved, strangers
+from coterie.algorithms.base import Algorithm, Reveals, setting
+from coterie.algorithms.neighbours import around_each, at_each, ball_quality, moved, strangers, theory_steps
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import INSIDE, PEERS
@@ -63,6 +63,34 @@ class PdlTc(Algorithm):
     rho: float = setting(0.0, "spread of a cluster (rule = theory)", low=0)
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
+    reveals: ClassVar[Reveals] = {
+        "train": "personal",
+        "warm": "personal",
+        "own_slope": "personal",
+        "step": "personal",
+        "slope": "gradient",
+        "curvature": "aggregate",
+    }
+
+    @classmethod
+    def from_theory(cls, fed: Federation, *, lr: float | None = None, **settings: Any) -> Self:
+        """Return the algorithm with one gradient per round, lr = 1/(3L) and momentum = 3 L lr (Theorem 4).
+
+        Parameters
+        ----------
+        fed
+            The federation, whose model knows its curvature L.
+        lr
+            A smaller step size, as noise asks for; the momentum follows it.
+        **settings
+            Other hyperparameters.
+
+        Returns
+        -------
+        PdlTc
+            The algorithm.
+        """
+        return cls(**{**settings, **theory_steps(fed, cls().curvature, lr)})
 
     def start(self, fed: Federation) -> State:
         return State(**strangers(fed))
@@ -97,7 +125,7 @@ class PdlTc(Algorithm):
         client.keep.best, client.keep.loss, client.keep.lowest = x, *[torch.zeros_like(client.size)] * 2
 
     def train(self, client: Client, x: Tensor) -> Tensor:
-        weight = torch.where(client.keep.seen > 0, self.momentum, 1.0)
+        weight = self.momentum + (1 - self.momentum) * (client.keep.seen == 0).to(x.dtype)
         m = weight * client.grad(x) + (1 - weight) * client.keep.momentum
         client.keep.momentum, client.keep.seen = m, torch.ones_like(client.size)
         return m
@@ -121,12 +149,15 @@ class PdlTc(Algorithm):
         return client.grad(x)
 
     def step(self, client: Client, x: Tensor, v: Tensor) -> Tensor:
-        weight = torch.where(client.keep.seen > 0, self.momentum, 1.0)
+        weight = self.momentum + (1 - self.momentum) * (client.keep.seen == 0).to(x.dtype)
         m = weight * v + (1 - weight) * client.keep.momentum
         stranger = client.keep.lowest < self.adopt * client.keep.loss
         client.keep.momentum = torch.where(stranger, 0.0, m)
         client.keep.seen = torch.where(stranger, 0.0, torch.ones_like(client.size))
         return torch.where(stranger, client.keep.best, x - self.lr * m)
+
+    def curvature(self, client: Client) -> Tensor:
+        return client.smoothness()
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
@@ -139,7 +170,7 @@ class PdlTc(Algorithm):
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         inside = ("begin", "train", "warm", "own_slope", "step")
-        return {**dict.fromkeys(inside, (0, 0)), "slope": (d, d)}
+        return {**dict.fromkeys(inside, (0, 0)), "curvature": (0, 1), "slope": (d, d)}
 
     def _warmed(self, fed: Federation, s: State) -> State:
         r = fed.map(self.warm, each={"x": s.models}, link=INSIDE)

@@ -32,6 +32,7 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS = {
+    "demo": CommandEntry("demo", "demo --out runs/demo", "Train"),
     "compare": CommandEntry("training", f"compare {HEART} --json result.json", "Train"),
     "fit": CommandEntry("training", f"fit {HEART} --out heart", "Train"),
     "tune": CommandEntry("training", f"tune {HEART} --algorithm ditto --out tuning", "Train"),
@@ -46,7 +47,9 @@ COMMANDS = {
     ),
     "advise": CommandEntry("planning", f"advise {HEART}", "Before training"),
     "plan": CommandEntry("planning", f"plan {HEART} --accuracy 0.001 --rounds 10", "Before training"),
+    "privacy": CommandEntry("privacy", f"privacy {HEART} --epsilons 1,4", "Before training"),
     "data": CommandEntry("data", f"data describe {HEART}", "Before training"),
+    "theory": CommandEntry("theory", "theory risk --gamma 2 --r2 1 --rho2 2 --noise 0.25", "Learn more"),
     "algorithms": CommandEntry("catalogue", "algorithms ditto", "Learn more"),
     "reproduce": CommandEntry("catalogue", "reproduce known-clusters/baselines --check", "Learn more"),
 }

@@ -10,6 +10,8 @@ import typer
 from coterie._core import files
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import bundled
+from coterie.engine.privacy import Privacy
+from coterie.models.table_models import TABLE_MODELS
 
 TableArgument = Annotated[
     str,
@@ -30,6 +32,12 @@ TaskOption = Annotated[
 ]
 DropOption = Annotated[
     list[str] | None, typer.Option(metavar="COLUMN", help="column to ignore (may be repeated)")
+]
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN", help="column to use although it looks like an identifier (may be repeated)"
+    ),
 ]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="also write the result to this file")
@@ -58,7 +66,59 @@ MetricOption = Annotated[
         "--metric", metavar="NAME", help="what validation rows choose by and tables show, such as auc or mae"
     ),
 ]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="NAME", help=f"what every client trains: {', '.join(TABLE_MODELS)}")
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME", help="where to compute: cpu, cuda, or auto for a GPU if any"),
+]
+SplitOption = Annotated[
+    str,
+    typer.Option(
+        "--split", metavar="A,B,C", help="shares of training, validation and test rows, such as 0.6,0.2,0.2"
+    ),
+]
+FoldsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--folds",
+        metavar="K",
+        help="test every row once, in K folds; 1: one split. By default 5 where clients have few rows",
+    ),
+]
+RefitOption = Annotated[
+    str,
+    typer.Option(
+        "--refit",
+        metavar="ROWS",
+        help="after choosing, train again on 'validation' (with training rows; the default) or 'all' rows, or 'none'",
+    ),
+]
+AggregateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        help="how answers are averaged: mean, clip, median, trimmed, geometric-median; limits cap and screen",
+    ),
+]
+EpsilonOption = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="differential privacy: noise so that the whole run costs at most this"),
+]
+DeltaOption = Annotated[
+    float, typer.Option(metavar="X", help="differential privacy: probability left out of the guarantee")
+]
+UnitOption = Annotated[
+    str,
+    typer.Option(metavar="WHAT", help="what --epsilon protects: a 'client' with all its rows, or a 'row'"),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
+
+
+def privacy_of(epsilon: float | None, delta: float, unit: str) -> Privacy | None:
+    """Return what a run may cost, or None without --epsilon."""
+    return None if epsilon is None else Privacy(epsilon, delta, unit)
 
 
 def find_table(table: str) -> str | Path:
@@ -82,6 +142,30 @@ def require_place(path: Path | None, other_than: str | Path = "") -> None:
     files.require_writable(path)
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Parse the value of `--split`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise SettingError(f"--split {text!r}: write three shares, such as 0.6,0.2,0.2") from None
+
+
+def named_assignments(pairs: list[str], names: list[str]) -> dict[str, dict[str, str]]:
+    """Parse the values of `--set` for several methods, each of the form method.name=value."""
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for pair in pairs:
+        method, dot, rest = pair.strip().partition(".")
+        if not dot or "=" in method:
+            raise SettingError(f"--set {pair!r}: write method.name=value, for example --set ditto.lam=0.3")
+        if method not in found:
+            raise SettingError(f"--set {pair!r}: no method {method!r} here.{nearest(method, names)}")
+        setting = assignments([rest])
+        if found[method].keys() & setting.keys():
+            raise SettingError(f"--set {pair!r}: it is set twice; set it once")
+        found[method] |= setting
+    return found
+
+
 def assignments(pairs: list[str]) -> dict[str, str]:
     """Parse the values of `--set`, each of the form name=value."""
     values: dict[str, str] = {}
@@ -93,6 +177,26 @@ def assignments(pairs: list[str]) -> dict[str, str]:
             raise SettingError(f"--set {pair!r}: {name} is set twice; set it once")
         values[name] = value
     return values
+
+
+def truth(text: str) -> bool:
+    """Return the value of `--set theory=true`."""
+    if text.lower() not in ("true", "yes", "1", "false", "no", "0"):
+        raise SettingError(
+            f"--set theory={text}: write theory=true, for steps and probabilities from the theory"
+        )
+    return text.lower() in ("true", "yes", "1")
+
+
+def method_for(model: str, algorithm: str | None, usual: str = "ditto") -> str:
+    """Return the method asked for, or the usual one; raise `SettingError` if it cannot train the model."""
+    if model != "trees":
+        return algorithm or usual
+    if algorithm == "auto":
+        raise SettingError("auto lets trees race beside linear models by itself; leave out --model trees")
+    if algorithm not in (None, "trees"):
+        raise SettingError(f"{algorithm} does not grow trees; leave out --algorithm, or --model trees")
+    return "trees"
 
 
 def write_json(path: Path | None, value: Any) -> None:

@@ -10,6 +10,7 @@ from coterie.cli.arguments import (
     ClusterOption,
     DropOption,
     JsonOption,
+    KeepOption,
     TableArgument,
     TargetOption,
     TaskOption,
@@ -41,6 +42,7 @@ def describe(
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     json: JsonOption = None,
 ) -> None:
     """Show clients, columns, missing values and the target of a table."""
@@ -48,7 +50,14 @@ def describe(
     source = find_table(table)
     frame = tables.read(source)
     spec = tables.check(
-        frame, client, target, cluster=cluster, drop=drop or (), task=task, source=str(source)
+        frame,
+        client,
+        target,
+        cluster=cluster,
+        drop=drop or (),
+        keep=keep or (),
+        task=task,
+        source=str(source),
     )
     description = describe_table(frame, spec)
     console.notes(spec.warnings)

@@ -11,19 +11,25 @@ from coterie._core import files
 from coterie._core.errors import SettingError
 from coterie._core.files import read_toml
 from coterie.algorithms import make
-from coterie.cli import console
+from coterie.cli import console, federate_trust
 from coterie.cli.arguments import (
+    AggregateOption,
     ClientOption,
     ClusterOption,
+    DeltaOption,
     DropOption,
+    EpsilonOption,
     JsonOption,
+    KeepOption,
     L2Option,
     RoundsOption,
     SeedOption,
     SetOption,
     TargetOption,
     TaskOption,
+    UnitOption,
     assignments,
+    privacy_of,
     require_place,
     write_json,
 )
@@ -31,6 +37,11 @@ from coterie.cli.models import report_beside
 from coterie.data.federated import Roles
 from coterie.deploy import demo as demonstration
 from coterie.deploy import federation_folder, stock_node
+from coterie.deploy.federation_plan import promised
+from coterie.deploy.membership import NODE_CONFIG
+from coterie.deploy.policy import Policy
+from coterie.engine.aggregate import Aggregate
+from coterie.train.private import as_plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,17 +71,18 @@ def _log(text: str) -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to create, or to add nodes to")],
     node: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             metavar="NAME[=CLIENT,...]",
-            help="a node and its clients; one client of the same name if not given",
+            help="make the key of a node here, too; nodes that `join` make their own",
         ),
-    ],
+    ] = None,
     client: ClientOption = "client",
     target: TargetOption = "target",
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="host name or address of the server (may be repeated)"),
@@ -79,10 +91,10 @@ def init(
 ) -> None:
     """Set up a federation: certificates, a key for every node, start scripts and a README."""
     nodes: dict[str, list[str]] = {}
-    for text in node:
+    for text in node or ():
         name, _, clients = text.partition("=")
         nodes[name] = [part for part in clients.split(",") if part]
-    roles = Roles(client, target, cluster, task, tuple(drop or ()))
+    roles = Roles(client, target, cluster, task, tuple(drop or ()), tuple(keep or ()))
     made = federation_folder.init(folder, nodes, roles, host or (), port)
     console.show(f"{made.path}: {len(made.nodes)} nodes. {made.path / 'README.md'} says what to copy where.")
 
@@ -102,7 +114,7 @@ def server(
 @app.command(epilog="Example: coterie federate node nodes/cleveland --data cleveland.csv --client cleveland")
 def node(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="folder of the node, nodes/NAME")],
-    data: Annotated[str, typer.Option(metavar="FILE", help="table with the rows of this node")],
+    data: Annotated[str, typer.Option(metavar="FILE", help="table with the rows of this node")] = "",
     client: Annotated[
         str | None,
         typer.Option(
@@ -118,10 +130,22 @@ def node(
     stock: Annotated[
         bool, typer.Option("--stock", help="use Flower's SuperNode, which starts a process for every message")
     ] = False,
+    approve: Annotated[
+        bool,
+        typer.Option("--approve", help="let every run wait for `federate approve`, whatever the policy says"),
+    ] = False,
+    show_policy: Annotated[
+        bool, typer.Option("--show-policy", help="explain the node's policy in plain words, and stop")
+    ] = False,
     insecure: InsecureOption = False,
 ) -> None:
-    """Run a node. Its rows and its clients' models stay on this machine."""
-    name = read_toml(folder / federation_folder.NODE_CONFIG)["name"]
+    """Run a node. Its rows and its clients' models stay on this machine; its policy says what else does."""
+    if show_policy:
+        console.show(*Policy.read(federation_folder.policy_path(folder)).explain())
+        return
+    if not data:
+        raise SettingError("--data FILE: name the table with the rows of this node")
+    name = read_toml(folder / NODE_CONFIG)["name"]
 
     def log(text: str) -> None:
         typer.echo(f"{name}: {text}")
@@ -129,7 +153,7 @@ def node(
     if stock:
         stock_node.serve(folder, data, client, server, insecure, state)
     else:
-        federation_folder.serve_node(folder, data, client, server, insecure, log, state)
+        federation_folder.serve_node(folder, data, client, server, insecure, log, state, approve)
 
 
 @app.command(epilog="Example: coterie federate run hearts --algorithm ditto --rounds 50 --set lam=0.3")
@@ -158,6 +182,13 @@ def run(
     resume: Annotated[
         str | None, typer.Option(metavar="NAME", help="continue this interrupted run instead of starting one")
     ] = None,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="secure aggregation: the server learns sums of answers only")
+    ] = False,
+    aggregate: AggregateOption = None,
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = 1e-5,
+    unit: UnitOption = "client",
     detach: Annotated[bool, typer.Option("--detach", help="start the run and return")] = False,
     insecure: InsecureOption = False,
     json: JsonOption = None,
@@ -178,8 +209,20 @@ def run(
             "checkpoint_every": checkpoint_every,
             "evaluate_every": evaluate_every,
         }
+        if aggregate is not None:
+            plan["aggregate"] = str(Aggregate.parse(aggregate))
+        plan |= as_plan(promised(privacy_of(epsilon, delta, unit), secure))
         job = federation_folder.start(
-            opened, method, name, plan, insecure, seed=seed, l2=l2, deadline=deadline, patience=wait
+            opened,
+            method,
+            name,
+            plan,
+            insecure,
+            seed=seed,
+            l2=l2,
+            deadline=deadline,
+            patience=wait,
+            secure=secure,
         )
     if detach:
         console.show(f"Started {job.name}. Follow it: coterie federate attach {folder}")
@@ -249,3 +292,6 @@ def _follow(folder: Path, job: Path, json: Path | None) -> None:
     report_beside(Path(out))
     if json is not None:
         write_json(json, files.read_json(job / "summary.json"))
+
+
+federate_trust.register(app)

@@ -38,15 +38,29 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="page to write; report.html in the first folder if not given"),
     ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN", help="show quality by the values of this column too (may be repeated)"
+        ),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(metavar="P", help="two classes: probability from which a row is called positive")
+    ] = 0.5,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="also print it to PDF with an installed browser")
+    ] = False,
 ) -> None:
-    """Write a web page about one or more runs: who gained, who lost, who learns from whom, and the cost.
+    """Write a web page about one or more runs: how good, who gained, who lost, who is served worse, and the cost.
 
     The page needs no network. Gains are relative to a run of the method `local`.
 
     Name one, or keep it beside the first run, where it is found by itself.
     """
     require_place(out)
-    console.show(f"Report written to {write_report(runs, out)}")
+    page = write_report(runs, out, by=by or (), threshold=threshold, pdf=pdf)
+    printed = f" and {page.with_suffix('.pdf').name}" if pdf else ""
+    console.show(f"Report written to {page}{printed}")
 
 
 def predict(
@@ -79,7 +93,9 @@ def predict(
 
 def export(
     run: RunArgument,
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript or csv")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="safetensors, onnx, torchscript, csv or lightgbm")
+    ],
     client: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="client whose model to export; the common model if not given"),
@@ -88,7 +104,7 @@ def export(
         Path | None, typer.Option(metavar="FILE", help="file to write; in the run's folder if not given")
     ] = None,
 ) -> None:
-    """Export a client's model with its preprocessing; csv is for linear models."""
+    """Export a client's model with its preprocessing; csv is for linear models, lightgbm for trees."""
     require_place(out)
     console.show(
         f"{f'Model of {client}' if client else 'Common model'} written to {write(run, client, to, out)}"

@@ -12,6 +12,7 @@ from coterie.cli.arguments import (
     ClientOption,
     DropOption,
     JsonOption,
+    KeepOption,
     L2Option,
     SeedOption,
     TableArgument,
@@ -35,6 +36,7 @@ def advise(
     target: TargetOption,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     seed: SeedOption = 0,
     probe: Annotated[
         int,
@@ -46,7 +48,9 @@ def advise(
 ) -> None:
     """Recommend a method and a penalty before training, from local statistics and a few federated sums."""
     require_place(json)
-    fed = Federation.from_table(find_table(table), client, target, task=task, drop=drop or (), seed=seed)
+    fed = Federation.from_table(
+        find_table(table), client, target, task=task, drop=drop or (), keep=keep or (), seed=seed
+    )
     console.notes(fed.table.warnings)
     advice = give_advice(fed, probe)
     console.show(*advice_tables(advice))
@@ -70,6 +74,7 @@ def plan(
     l2: L2Option = 0.1,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     seed: SeedOption = 0,
     plot: Annotated[
         Path | None,
@@ -83,7 +88,7 @@ def plan(
     for place in (json, plot):
         require_place(place)
     fed = Federation.from_table(
-        find_table(table), client, target, task=task, drop=drop or (), seed=seed, l2=l2
+        find_table(table), client, target, task=task, drop=drop or (), keep=keep or (), seed=seed, l2=l2
     )
     console.notes(fed.table.warnings)
     chosen = plans.plan(fed, accuracy, rounds=rounds, megabytes=budget_mb, solver=solver, encoding=compressor)

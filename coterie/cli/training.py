@@ -12,41 +12,59 @@ import typer
 
 from coterie import models
 from coterie._core.errors import SettingError
-from coterie.algorithms import make
+from coterie.algorithms import from_the_theory, make
 from coterie.cli import console
 from coterie.cli.arguments import (
+    AggregateOption,
     ClientOption,
     ClusterOption,
+    DeltaOption,
+    DeviceOption,
     DropOption,
+    EpsilonOption,
+    FoldsOption,
     JsonOption,
+    KeepOption,
     L2Option,
     MetricOption,
+    ModelOption,
+    RefitOption,
     RoundsOption,
     RunArgument,
     SeedOption,
     SetOption,
+    SplitOption,
     StateMemoryOption,
     TableArgument,
     TargetOption,
     TaskOption,
+    UnitOption,
     assignments,
     find_table,
+    method_for,
+    named_assignments,
+    privacy_of,
     require_place,
+    shares,
+    truth,
     write_json,
 )
 from coterie.cli.models import report_beside
 from coterie.engine.federation import Federation
-from coterie.report.tables import comparison_tables, run_notes, run_summary, run_table
+from coterie.report.tables import certified, comparison_tables, run_notes, run_summary, run_table
 from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
 from coterie.select.auto import ChosenRun
 from coterie.select.compare import compare as run_comparison
+from coterie.select.entrants import BASELINES
 from coterie.select.fit import fit as train
 from coterie.select.plan import rounds_within_budget
 from coterie.select.tune import search_table
 from coterie.train.adapters import keep_adapters
 from coterie.train.fit import resume as go_on
 from coterie.train.run import Run
+
+SPLIT_TEXT = "0.6,0.2,0.2"
 
 
 def compare(
@@ -56,13 +74,27 @@ def compare(
     cluster: ClusterOption = None,
     task: TaskOption = None,
     algorithms: Annotated[
-        str, typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas")
-    ] = "ditto",
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits and repetitions")] = 3,
+        str | None,
+        typer.Option(metavar="NAMES", help="methods beside local, fedavg and fine-tuned, with commas"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="METHOD.NAME=VALUE", help="hyperparameter of a method, such as ditto.lam=0.3"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="splits of the rows")] = 1,
+    folds: FoldsOption = None,
+    split: SplitOption = SPLIT_TEXT,
+    seed: SeedOption = 0,
+    refit: RefitOption = "validation",
     rounds: RoundsOption = 100,
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     drop: DropOption = None,
+    keep: KeepOption = None,
     json: JsonOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="folder for models, metrics and per-client results")
@@ -70,7 +102,10 @@ def compare(
 ) -> None:
     """Compare methods on your table, client by client, and say whether collaborating helps."""
     require_place(json)
-    names = [name.strip() for name in algorithms.split(",") if name.strip()]
+    if model == "trees":  # beside linear models, which the other methods train
+        algorithms, model = f"{algorithms or ''},trees", "linear"
+    names = list(dict.fromkeys(name.strip() for name in (algorithms or "ditto").split(",") if name.strip()))
+    given = named_assignments(settings or [], [*BASELINES, *names])
     with console.progress() as watch:
         comparison = run_comparison(
             find_table(table),
@@ -79,13 +114,21 @@ def compare(
             cluster=cluster,
             task=task,
             drop=drop or (),
-            algorithms=list(dict.fromkeys(names)),
+            keep=keep or (),
+            algorithms=names,
+            settings={name: values for name, values in given.items() if values},
             seeds=seeds,
+            folds=folds,
+            split=shares(split),
+            seed=seed,
+            refit=refit,
             rounds=rounds,
             budget=budget,
             out=out,
             watch=watch,
             metric=metric,
+            model=model,
+            device=device,
         )
     console.notes(comparison.warnings)
     console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
@@ -101,14 +144,20 @@ def fit(
     target: TargetOption,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="run folder to make")],
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="method; `coterie algorithms` lists them; auto: let them race")
-    ] = "ditto",
+        str | None,
+        typer.Option(
+            metavar="NAME", help="ditto if not given; `coterie algorithms` lists all; auto: let them race"
+        ),
+    ] = None,
     settings: SetOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     rounds: RoundsOption = 100,
     seed: SeedOption = 0,
+    split: SplitOption = SPLIT_TEXT,
+    refit: RefitOption | None = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     dropout: Annotated[
         float, typer.Option(metavar="SHARE", help="share of clients away in each call (simulation)")
     ] = 0.0,
@@ -116,6 +165,8 @@ def fit(
         str, typer.Option(metavar="WHICH", help="deploy the 'last' models or the 'best' on validation rows")
     ] = "last",
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     checkpoint_every: Annotated[
         int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
     ] = 0,
@@ -123,19 +174,32 @@ def fit(
         float | None,
         typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
     ] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="flix: stop once the loss is proved to be this close to its minimum"),
+    ] = None,
     l2: L2Option = None,
+    aggregate: AggregateOption = None,
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = 1e-5,
+    unit: UnitOption = "client",
     state_memory: StateMemoryOption = None,
     track: Annotated[
-        str | None, typer.Option(metavar="NAME", help="also write for tensorboard or mlflow")
+        str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="say which fast paths computed what")] = False,
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
-    method = "auto" if algorithm == "auto" else make(algorithm, **assignments(settings or []))
+    given = assignments(settings or [])
+    from_theory, algorithm = truth(given.pop("theory", "false")), method_for(model, algorithm)
+    method = "auto" if algorithm == "auto" else make(algorithm, **given)
     if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
         raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
+    if budget_mb is not None and refit not in (None, "none"):
+        raise SettingError("--budget-mb is for one training, and --refit trains again; leave one of them out")
     require_place(json)
+    privacy = privacy_of(epsilon, delta, unit)
     fed = Federation.from_table(
         find_table(table),
         client,
@@ -143,13 +207,23 @@ def fit(
         cluster=cluster,
         task=task,
         drop=drop or (),
+        keep=keep or (),
+        split=shares(split),
         seed=seed,
         dropout=dropout,
         l2=l2,
+        model=(None if isinstance(method, str) else method.own_model(rounds)) or model,
+        device=device,
+        privacy=privacy,
     )
     console.notes(fed.table.warnings)
+    if from_theory:
+        method = from_the_theory(algorithm, fed, given)
     if budget_mb is not None and not isinstance(method, str):
         rounds = rounds_within_budget(method, fed, budget_mb)
+        console.notes(
+            ["Models are trained on training rows only: training again would cost the budget twice."]
+        )
     with _resumable(out), console.progress() as watch:
         run = train(
             fed,
@@ -162,7 +236,13 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
+            refit=refit or ("validation" if budget_mb is None and privacy is None else "none"),
+            target=accuracy,
+            aggregate=aggregate,
+            privacy=privacy,
         )
+    if accuracy is not None:
+        console.notes([certified(run, accuracy)])
     if isinstance(run, ChosenRun) and run.choice is not None:
         console.show(run.choice.text())
     _finished(run, json)
@@ -248,10 +328,13 @@ def tune(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
-    algorithm: Annotated[str, typer.Option(metavar="NAME", help="method whose settings are searched")],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="folder for the study; a search that is there goes on")
     ],
+    algorithm: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="method whose settings are searched; ditto if not given"),
+    ] = None,
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried in all")] = 30,
     rounds: RoundsOption = 100,
     sampler: Annotated[
@@ -265,10 +348,14 @@ def tune(
         ),
     ] = None,
     metric: MetricOption = None,
+    model: ModelOption = "linear",
+    device: DeviceOption = "cpu",
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
+    keep: KeepOption = None,
     seed: SeedOption = 0,
+    split: SplitOption = SPLIT_TEXT,
     json: JsonOption = None,
 ) -> None:
     """Search a method's settings on validation rows with Optuna: pruned, resumable, in parallel.
@@ -276,6 +363,7 @@ def tune(
     Test rows are not read. The last line is the command that trains with what was found.
     """
     require_place(json)
+    algorithm = method_for(model, algorithm)
     method = make(algorithm, **assignments(settings or []))
     source = find_table(table)
     data = {
@@ -285,7 +373,11 @@ def tune(
         "cluster": cluster,
         "task": task,
         "drop": tuple(drop or ()),
+        "keep": tuple(keep or ()),
+        "split": shares(split),
         "seed": seed,
+        "model": model,
+        "device": device,
     }
     with console.progress() as watch:
         found = search_table(
@@ -303,10 +395,11 @@ def tune(
     usual = make(algorithm).settings()
     changed = {name: value for name, value in found.algorithm.settings().items() if value != usual[name]}
     by = f"--metric {metric} " if metric else ""
+    kind = f"--model {model} " if model != "linear" else ""
     options = " ".join(f"--set {name}={value}" for name, value in changed.items())
     console.show(
         f"coterie fit {table} --client {client} --target {target} --algorithm {algorithm} "
-        f"{options} --rounds {rounds} --select best {by}--seed {seed} --out RUN"
+        f"{options} {kind}--rounds {rounds} --select best {by}--seed {seed} --out RUN"
     )
     write_json(json, found.json())
 

@@ -24,18 +24,22 @@ from torch import Tensor
 
 from coterie import models
 from coterie._core import files
-from coterie.algorithms.base import Algorithm
-from coterie.conformance.runtimes import L2, RUNTIMES, Open, Options, chunks, federation, maker
+from coterie.algorithms.base import DISCLOSURES, Algorithm
+from coterie.conformance.runtimes import L2, ROUNDS, RUNTIMES, Open, Options, chunks, federation, maker
 from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Answer, Call, Visits
 from coterie.engine.state import State
-from coterie.train.fit import fit, resume
+from coterie.train import fit as training
+from coterie.train.divergence import divergence_ignored
 from coterie.train.run import Run
 
-ROUNDS = 4
 TOLERANCE = 1e-12
 SPLIT = (0.6, 0.2, 0.2)
+
+
+# Promises hold whatever the step size, and the federations here are steep.
+fit, resume = divergence_ignored()(training.fit), divergence_ignored()(training.resume)
 
 
 def check_algorithm(algorithm: Algorithm) -> list[str]:
@@ -140,7 +144,7 @@ def fast_forward_equals_round_by_round(algorithm: Algorithm, host: Open) -> None
 
 def stacked_equals_one_by_one(algorithm: Algorithm) -> None:
     """All clients in one tensor operation give what each gives alone, also where losses are sums over rows."""
-    model = models.linear(l2=L2, reduction="sum", intercept=True)
+    model = algorithm.own_model(ROUNDS) or models.linear(l2=L2, reduction="sum", intercept=True)
     one, other = (_run(federation(model=model, loop=loop), algorithm) for loop in (False, True))
     _same(one, other)
     _close(one.personal, other.personal, "personal models")
@@ -155,16 +159,16 @@ def chunks_do_not_matter(algorithm: Algorithm) -> None:
 def few_may_answer(algorithm: Algorithm) -> None:
     """Models are finite if hardly anybody answers, and a single client gets a model."""
     for dropout in (0.3, 0.95):
-        run = _run(federation(dropout=dropout), algorithm)
+        run = _run(federation(model=algorithm.own_model(ROUNDS), dropout=dropout), algorithm)
         assert torch.isfinite(run.personal).all(), f"models are not finite with {dropout:.0%} dropout"
     for size in (1, 20):
-        run = _run(federation((size,)), algorithm)
+        run = _run(federation((size,), algorithm.own_model(ROUNDS)), algorithm)
         assert run.personal.shape == (1, run.fed.d), f"one client with {size} rows gets no model"
 
 
 def resumed_files_are_the_same(algorithm: Algorithm) -> None:
     """Check that a run stopped in its first or last round and resumed leaves the bytes of a whole one."""
-    fed = federation(split=SPLIT)
+    fed = federation(model=algorithm.own_model(ROUNDS), split=SPLIT)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         fit(fed, algorithm, ROUNDS, whole, evaluate_every=1, checkpoint_every=1)
@@ -178,14 +182,14 @@ def resumed_files_are_the_same(algorithm: Algorithm) -> None:
 
 def inputs_are_not_changed(algorithm: Algorithm) -> None:
     """Phases leave what they receive, what clients keep, and the state they are given as they were."""
-    _run(_watched(Counter()), algorithm)
+    _run(_watched(Counter(), algorithm), algorithm)
 
 
 def ledger_equals_declaration(algorithm: Algorithm) -> None:
-    """Every phase sends what `traffic` declares: floats down and up per visit."""
+    """Every phase sends what `traffic_of` declares: floats down and up per visit, or fewer if it is `varying`."""
     visits: Counter[str] = Counter()
-    run = _run(_watched(visits), algorithm)
-    declared = algorithm.traffic(run.fed.d)
+    run = _run(_watched(visits, algorithm), algorithm)
+    declared = algorithm.traffic_of(run.fed.model)
     for phase, count in visits.items():
         if phase == "deploy":
             continue
@@ -193,7 +197,26 @@ def ledger_equals_declaration(algorithm: Algorithm) -> None:
         down = run.fed.ledger.total("floats_down", phase=phase)
         up = run.fed.ledger.total("floats_up", phase=phase)
         expected = (declared[phase][0] * count, declared[phase][1] * count)
+        if phase in algorithm.varying:
+            assert 0 < down <= expected[0] and 0 < up <= expected[1], (
+                f"{phase}: ledger {(down, up)}, declared at most {expected} for {count} visits"
+            )
+            continue
         assert (down, up) == expected, f"{phase}: ledger {(down, up)}, declared {expected} for {count} visits"
+
+
+def every_phase_says_what_it_reveals(algorithm: Algorithm) -> None:
+    """Every phase that clients run is in `reveals`, and those that reveal nothing send nothing."""
+    visits: Counter[str] = Counter()
+    run = _run(_watched(visits, algorithm), algorithm)
+    for phase, disclosure in algorithm.reveals.items():
+        assert disclosure in DISCLOSURES, f"{phase} reveals {disclosure!r}: choose one of {list(DISCLOSURES)}"
+        assert callable(getattr(algorithm, phase, None)), f"reveals names {phase!r}, which is no phase"
+    for phase in visits.keys() | algorithm.traffic_of(run.fed.model).keys():
+        if phase not in ("begin", "deploy"):
+            assert phase in algorithm.reveals, f"reveals does not say what phase {phase!r} sends"
+        if algorithm.reveals.get(phase, "nothing") == "nothing":
+            assert not run.fed.ledger.total("floats_up", phase=phase), f"{phase} says nothing, but sends"
 
 
 def documentation_names_its_source(algorithm: Algorithm) -> None:
@@ -231,6 +254,7 @@ ALGORITHM_CHECKS: tuple[Callable[[Algorithm], None], ...] = (
     inputs_are_not_changed,
     resumed_files_are_the_same,
     ledger_equals_declaration,
+    every_phase_says_what_it_reveals,
     documentation_names_its_source,
     settings_survive_a_file,
     theory_is_finite,
@@ -346,8 +370,8 @@ class _Watchful(LocalRuntime):
         return answer
 
 
-def _watched(visits: Counter[str]) -> Federation:
-    fed = federation()
+def _watched(visits: Counter[str], algorithm: Algorithm) -> Federation:
+    fed = federation(model=algorithm.own_model(ROUNDS))
     splits = {split: fed.runtime.rows(split) for split in fed.rows}
     runtime = _Watchful(splits, fed.model, fed.seed, fed.dtype, fed.clusters)
     runtime.visits, fed.runtime = visits, runtime

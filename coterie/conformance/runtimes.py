@@ -26,13 +26,16 @@ from coterie.deploy.loopback import LoopbackRuntime
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.transport import NodeCaller
 from coterie.engine import local_runtime
+from coterie.engine.aggregate import PLAIN
 from coterie.engine.federation import Federation
 from coterie.engine.protocol import Runtime
+from coterie.models.description import description
 from coterie.train.run import Run
 
 SIZES = (1, 2, 5, 9, 30, 14)  # rows of each client
 L2 = 0.1
 RUN = "conformance"
+ROUNDS = 4
 
 
 def federation(
@@ -104,14 +107,18 @@ def maker(algorithm: Algorithm) -> Callable[..., Algorithm]:
     return lambda name, **settings: type(algorithm)(**settings)
 
 
-@functools.cache
-def _read(options: Options, loop: bool) -> Federation:
-    return Federation.from_table(table(), "client", "y", cluster="group", l2=L2, loop=loop, **vars(options))
+@functools.lru_cache(maxsize=16)
+def _read(options: Options, loop: bool, own: Algorithm | None) -> Federation:
+    """Return the federation of `table` with a linear model, or with the model of a method that has its own."""
+    model = None if own is None else own.own_model(ROUNDS)
+    return Federation.from_table(
+        table(), "client", "y", cluster="group", l2=L2, loop=loop, model=model, **vars(options)
+    )
 
 
-def _local(options: Options, loop: bool = False) -> Federation:
+def _local(algorithm: Algorithm, options: Options, loop: bool = False) -> Federation:
     """Return a federation in this process with targets of its own, which a check may damage."""
-    fed = _read(options, loop).fresh()
+    fed = _read(options, loop, algorithm if algorithm.own_model(ROUNDS) is not None else None).fresh()
     splits = {split: fed.runtime.rows(split) for split in fed.rows}
     own = {split: dataclasses.replace(rows, y=rows.y.clone()) for split, rows in splits.items()}
     fed.runtime = fed.runtime.with_rows(own, fed.clusters)
@@ -121,14 +128,14 @@ def _local(options: Options, loop: bool = False) -> Federation:
 @contextmanager
 def _stacked(algorithm: Algorithm, options: Options) -> Iterator[Host]:
     """All clients in one tensor operation: what the others are compared with."""
-    fed = _local(options)
+    fed = _local(algorithm, options)
     yield Host(fed, [fed.runtime])
 
 
 @contextmanager
 def chunks(algorithm: Algorithm, options: Options) -> Iterator[Host]:
     """Two clients at a time."""
-    fed = _local(options)
+    fed = _local(algorithm, options)
     with patch.object(local_runtime, "STACK_ELEMENTS", 2 * (4 * fed.d + 3 * algorithm.batch)):
         yield Host(fed, [fed.runtime])
 
@@ -136,14 +143,14 @@ def chunks(algorithm: Algorithm, options: Options) -> Iterator[Host]:
 @contextmanager
 def _loop(algorithm: Algorithm, options: Options) -> Iterator[Host]:
     """One client after the other."""
-    fed = _local(options, loop=True)
+    fed = _local(algorithm, options, loop=True)
     yield Host(fed, [fed.runtime])
 
 
 @contextmanager
 def _loopback(algorithm: Algorithm, options: Options) -> Iterator[Host]:
     """Three nodes that read and write bytes."""
-    fed = _local(options)
+    fed = _local(algorithm, options)
     runtime = LoopbackRuntime.of(fed, 3)
     fed.runtime = runtime
     yield Host(fed, [node.runtime for node in runtime.nodes])
@@ -160,9 +167,12 @@ def _remote(algorithm: Algorithm, options: Options) -> Iterator[Host]:
             rows = frame.filter(polars.col("client").is_in(mine))
             nodes[f"node {k}"] = NodeService(rows, Path(folder) / str(k), make_algorithm=maker(algorithm))
         caller = NodeCaller(InProcessTransport(nodes))
-        request = RunRequest(Roles("client", "y", cluster="group"), split=options.split, l2=L2)
+        own = algorithm.own_model(ROUNDS)
+        model = None if own is None else description(own)
+        request = RunRequest(Roles("client", "y", cluster="group"), split=options.split, l2=L2, model=model)
         plan = survey(caller, {name: [] for name in nodes}, request, RUN)
         fed = connect(caller, plan, algorithm, options.dropout)
+        fed.aggregate = PLAIN  # as on the other runtimes, not the rule for nodes
         runs = {name: node.runs[RUN] for name, node in nodes.items()}
 
         def personal(run: Run) -> Tensor:

@@ -77,6 +77,8 @@ class Clients:
         Names of the K clusters, or None.
     truth
         True parameters of each client, [n, d], if the data were generated.
+    missing
+        Whether NaN among the inputs stands for a missing value, as trees take it.
 
     Raises
     ------
@@ -98,11 +100,12 @@ class Clients:
     clusters: Tensor | None = None
     cluster_names: list[str] | None = None
     truth: Tensor | None = None
+    missing: bool = False
 
     def __post_init__(self) -> None:
         _check_lists(self.xs, self.ys, self.names)
         for name, x, y in zip(self.names, self.xs, self.ys, strict=True):
-            _check_rows(f"client {name!r}", x, y)
+            _check_rows(f"client {name!r}", x.nan_to_num(0.0) if self.missing else x, y)
             _check_alike(f"client {name!r}", "inputs", x, self.names[0], self.xs[0])
             _check_alike(f"client {name!r}", "targets", y, self.names[0], self.ys[0])
         _check_clusters(self.clusters, self.cluster_names, self.names)

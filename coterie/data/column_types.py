@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coterie._core.errors import DataError
-from coterie.data import delimited
+from coterie.data import column_formats, delimited
 
 if TYPE_CHECKING:
     import polars
@@ -82,15 +82,29 @@ def kind(column: polars.Series) -> str | None:
     """Return 'numeric' (also booleans, times, and text that reads as numbers), 'category', or None for others."""
     import polars as pl
 
-    if column.dtype.is_numeric() or column.dtype.is_temporal() or column.dtype == pl.Boolean:
+    if column.dtype.is_numeric() or column.dtype.is_temporal() or column.dtype in (pl.Boolean, pl.Null):
         return "numeric"
     if column.dtype == pl.String:
         return "numeric" if _reads_as_numbers(column) else "category"
     return "category" if column.dtype in (pl.Categorical, pl.Enum) else None
 
 
+def as_floats(column: polars.Series) -> polars.Series:
+    """Return a column as float64: booleans as 0 and 1, dates and times as days, null for what is not a number."""
+    import polars as pl
+
+    if column.dtype.is_temporal():
+        return _days(column)
+    column = column.cast(pl.String) if column.dtype in (pl.Categorical, pl.Enum) else column
+    return column.cast(pl.Float64, strict=False)
+
+
 def numbers(
-    frame: polars.DataFrame, name: str, source: str = "the table", client: str | None = None
+    frame: polars.DataFrame,
+    name: str,
+    source: str = "the table",
+    client: str | None = None,
+    format: str = "",
 ) -> polars.Series:
     """Return a column as float64 with nulls: booleans as 0 and 1, dates and times as days.
 
@@ -104,6 +118,8 @@ def numbers(
         Where the table is from, for error messages.
     client
         Name of the client column, so that errors can name the client.
+    format
+        Format of `column_formats` in which text is written; a value that is not written so is missing.
 
     Returns
     -------
@@ -120,9 +136,10 @@ def numbers(
     column = frame[name]
     if kind(column) is None:
         raise DataError(f"{source}: column {name!r} holds {column.dtype}, not numbers. Convert it first.")
-    if kind(column) == "category":
-        column = column.cast(pl.String)
-    values = _days(column) if column.dtype.is_temporal() else column.cast(pl.Float64, strict=False)
+    as_text = kind(column) == "category" or (column.dtype.is_integer() and column_formats.is_date(format))
+    if format and (as_text or column.dtype == pl.String):
+        return column_formats.parse(column.cast(pl.String), format)
+    values = as_floats(column)
     words = column.is_not_null() & values.is_null()
     for wrong, what in ((words, "is not a number"), (values.is_infinite(), "is infinite")):
         if wrong.any():
@@ -151,6 +168,8 @@ def labels(column: polars.Series) -> polars.Series:
     """Return values as text; whole floats as whole numbers, so that 1.0 and 1 are one level."""
     import polars as pl
 
+    if column.dtype == pl.Duration:
+        column = column.to_physical()
     if not column.dtype.is_float():
         return column.cast(pl.String)
     whole = (column == column.floor()) & (column.abs() < _EXACT)
@@ -178,15 +197,6 @@ def codes(label: polars.Series, known: Sequence[str]) -> np.ndarray:
 
     places = label.cast(pl.Enum(list(known)), strict=False).to_physical()
     return places.cast(pl.Int64).fill_null(-1).to_numpy(writable=True)
-
-
-def looks_like_identifier(column: polars.Series) -> bool:
-    """Return True if every row has a different whole number."""
-    import polars as pl
-
-    if column.dtype == pl.String:
-        column = column.cast(pl.Int64, strict=False)
-    return column.dtype.is_integer() and column.null_count() == 0 and column.n_unique() == len(column)
 
 
 def place(frame: polars.DataFrame, row: int, source: str, client: str | None = None) -> str:

@@ -6,28 +6,24 @@ Well-formed files go through polars. Anything irregular goes through the csv mod
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import csv
-import gzip
 import io
 import itertools
-import lzma
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from coterie._core.errors import DataError
+from coterie.data.unpack import COMPRESSIONS, read_bytes
 
 if TYPE_CHECKING:
     import polars
 
 SUFFIXES = (".csv", ".tsv", ".tab", ".txt")
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 
 
@@ -63,53 +59,11 @@ def lines(path: Path) -> list[int]:
 
 def _content(path: Path) -> bytes:
     """Return the file decompressed, without a byte order mark, with line ends that polars knows."""
-    suffix = path.suffix.lower()
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    try:
-        if suffix == ".zst":
-            data = _unpack_zstandard(path)
-        else:
-            with openers.get(suffix, open)(path, "rb") as file:
-                data = file.read()
-    except PermissionError:
-        raise DataError(f"{path}: you may not read this file. Change its permissions.") from None
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(
-            f"{path}: cannot be unpacked ({error}). The file is truncated or is not a {suffix} file: "
-            "copy or download it again."
-        ) from None
+    data = read_bytes(path)
     data = data.removeprefix(codecs.BOM_UTF8)
     if not data.strip():
         raise DataError(f"{path}: the file is empty. Expected a line of column names, then one line per row.")
     return data if b"\n" in data else data.replace(b"\r", b"\n")
-
-
-def _unpack_zstandard(path: Path) -> bytes:
-    """Decompress with polars, since Python 3.11 has no zstandard: read one text cell, bad bytes marked 0xff."""
-    import polars as pl
-
-    def cells(encoding: str) -> str:
-        frame = pl.read_csv(
-            path,
-            has_header=False,
-            schema={"text": pl.String},
-            separator="\x1c",
-            eol_char="\x1d",
-            quote_char=None,
-            encoding=encoding,
-            glob=False,
-        )
-        return "\x1d".join(cell or "" for cell in frame["text"])
-
-    try:
-        return cells("utf8").encode()
-    except pl.exceptions.ComputeError as error:
-        if "utf-8" not in str(error):
-            raise OSError(str(error)) from None
-    data = cells("utf8-lossy").replace("\ufffd", "\udcff").encode("utf-8", "surrogateescape")
-    if data.startswith(b"\x28\xff\x2f\xff"):  # older polars hands a damaged file over still packed
-        raise OSError("incomplete frame")
-    return data
 
 
 def _decode(path: Path, data: bytes) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coterie._core.errors import DataError
 from coterie.data import column_types as columns
-from coterie.data.tables import TableSpec, by_client
+from coterie.data.column_readings import ColumnReading
+from coterie.data.preprocess import Preprocessor
+from coterie.data.statistics import local_statistics
+from coterie.data.table_spec import TableSpec
+from coterie.data.tables import by_client
 
 if TYPE_CHECKING:
     import polars
@@ -29,6 +35,7 @@ def describe(frame: polars.DataFrame, spec: TableSpec) -> dict[str, Any]:
         Counts, quartiles of the clients' sizes, one entry per client and per column, and the warnings.
     """
     frame, names, sizes = by_client(frame, spec.client)
+    _notice(frame, spec)
     features = [*spec.numeric, *spec.categories]
     owner = np.repeat(np.arange(len(names)), sizes)
     missing = sum((frame[name].is_null().to_numpy().astype(float) for name in features), np.zeros(len(owner)))
@@ -46,9 +53,17 @@ def describe(frame: polars.DataFrame, spec: TableSpec) -> dict[str, Any]:
         "target": spec.target,
         "client_sizes": dict(zip(("min", "q1", "median", "q3", "max"), quartiles, strict=True)),
         "per_client": clients,
-        "columns": [_describe_column(frame, name, name in spec.numeric) for name in features],
+        "columns": [_describe_column(frame, spec, one) for one in spec.readings],
         "warnings": list(spec.warnings),
     }
+
+
+def _notice(frame: polars.DataFrame, spec: TableSpec) -> None:
+    """Add to the warnings what fitting the encoding notices: rare levels, clients in other units."""
+    try:
+        Preprocessor.from_statistics(spec, local_statistics(frame, spec))
+    except DataError as problem:
+        spec.warnings.append(str(problem))
 
 
 def _target_by_client(
@@ -57,21 +72,36 @@ def _target_by_client(
     """Return the mean of each client's target, or the share of each class."""
     if spec.task == "regression":
         values = columns.numbers(frame, spec.target).to_numpy()
-        return [{"target_mean": float(mean)} for mean in np.bincount(owner, values) / sizes]
+        with np.errstate(all="ignore"):
+            return [{"target_mean": _finite(float(mean))} for mean in np.bincount(owner, values) / sizes]
     width = len(spec.classes)
     cell = owner * width + columns.codes(columns.labels(frame[spec.target]), spec.classes)
     shares = np.bincount(cell, minlength=len(sizes) * width).reshape(-1, width) / sizes[:, None]
     return [{"class_shares": dict(zip(spec.classes, row.tolist(), strict=True))} for row in shares]
 
 
-def _describe_column(frame: polars.DataFrame, name: str, numeric: bool) -> dict[str, Any]:
-    """Describe a column; numeric and category columns have the same keys, None where one does not apply."""
-    values = columns.numbers(frame, name).drop_nulls().to_numpy() if numeric else None
-    return {
-        "column": name,
-        "kind": "category" if values is None else "numeric",
-        "missing_percent": 100 * frame[name].null_count() / frame.height,
-        "levels": list(columns.levels(frame[name])) if values is None else None,
-        "mean": None if values is None else float(values.mean()),
-        "sd": None if values is None else float(values.std()),
+def _describe_column(frame: polars.DataFrame, spec: TableSpec, one: ColumnReading) -> dict[str, Any]:
+    """Describe a column; all columns have the same keys, None where one does not apply."""
+    found = {
+        "column": one.column,
+        "kind": one.kind if not one.used else "numeric" if one.column in spec.numeric else "category",
+        "read_as": one.kind
+        if not one.format
+        else one.format
+        if one.kind == "number"
+        else f"{one.kind} {one.format}",
+        "used": one.used,
+        "why": one.why,
+        "missing_percent": 100 * frame[one.column].null_count() / frame.height,
+        "levels": list(columns.levels(frame[one.column])) if one.column in spec.categories else None,
     }
+    mean = sd = None
+    if one.column in spec.numeric:
+        values = columns.numbers(frame, one.column, format=one.format).drop_nulls().to_numpy()
+        with np.errstate(all="ignore"):
+            mean, sd = (_finite(float(value)) for value in (values.mean(), values.std()))
+    return {**found, "mean": mean, "sd": sd}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

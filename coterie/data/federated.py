@@ -1,7 +1,8 @@
 """One table on many nodes: what each node reveals of its rows so that all nodes encode theirs alike.
 
-A node reveals the names and sizes of its clients, the kinds of its columns, the classes of the target and, of its
-training rows, the sums and levels in `Statistics`. Rows and single values of numeric columns stay on the node.
+A node reveals the names and sizes of its clients, counts over its columns (`ColumnFacts`), the classes of the target
+and, of its training rows, the sums and levels in `Statistics`. Rows and single values of numeric columns stay on the
+node, and so do the texts of columns that identify rows: the server asks for no levels of these.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from typing import TYPE_CHECKING, Any
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import column_types as columns
 from coterie.data import tables
-from coterie.data.preprocess import Levels, Moments, Statistics
-from coterie.data.tables import MOST_LEVELS, TableSpec
+from coterie.data.client_sums import ClientSums
+from coterie.data.column_facts import ColumnFacts
+from coterie.data.column_readings import ColumnReading
+from coterie.data.column_readings import read as read_columns
+from coterie.data.statistics import Levels, Moments, Statistics
+from coterie.data.table_spec import TableSpec, spec_of
+from coterie.data.target_task import MOST_LEVELS
 
 if TYPE_CHECKING:
     import polars
@@ -39,6 +45,8 @@ class Roles:
         The task, or None to infer it.
     drop
         Names of columns to leave out.
+    keep
+        Names of columns to use although they look like identifiers.
     """
 
     client: str
@@ -46,11 +54,12 @@ class Roles:
     cluster: str | None = None
     task: str | None = None
     drop: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Roles:
         """Return the roles that `to_json` wrote."""
-        return cls(**{**stored, "drop": tuple(stored.get("drop") or ())})
+        return cls(**{**stored, **{name: tuple(stored.get(name) or ()) for name in ("drop", "keep")}})
 
     def to_json(self) -> dict[str, Any]:
         """Return the roles as JSON values."""
@@ -129,28 +138,41 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
         clusters = [columns.labels(frame[roles.cluster])[row] for row in first]
     used = {roles.client, roles.target, roles.cluster, *roles.drop}
     features = [name for name in frame.columns if name not in used]
+    target = _classes(frame[roles.target], roles, source)
+    facts = tables.all_facts(frame, features, roles.client, roles.target, target.get("levels", ()))
     return {
         "clients": names,
         "rows": sizes,
         "clusters": clusters,
-        "columns": [[name, _kind(frame[name], source)] for name in features],
-        "target": _classes(frame[roles.target], roles, source),
+        "columns": [[name, facts[name].kind] for name in features],
+        "facts": {name: one.to_json() for name, one in facts.items()},
+        "target": target,
     }
 
 
-def _kind(column: polars.Series, source: str) -> str:
-    remedy = f"Leave the column out: --drop {column.name}"
-    if column.null_count() == len(column):
-        return "empty"
-    kind = columns.kind(column)
-    if kind is None:
-        raise DataError(f"{source}: column {column.name!r} holds {column.dtype}, not plain values. {remedy}")
-    if kind == "category" and column.n_unique() > MOST_LEVELS:
-        raise DataError(
-            f"{source}: column {column.name!r} holds {column.n_unique()} different texts: it looks like an "
-            f"identifier. {remedy}"
-        )
-    return kind
+def readings(frame: polars.DataFrame, roles: Roles) -> list[ColumnReading]:
+    """Return how the columns of one node's table are read, by its own rows alone.
+
+    Parameters
+    ----------
+    frame
+        The node's table.
+    roles
+        Which columns the federation uses.
+
+    Returns
+    -------
+    list of ColumnReading
+        One for each feature column.
+    """
+    import polars as pl
+
+    if roles.client not in frame.columns:
+        frame = frame.with_columns(pl.lit("").alias(roles.client))
+    used = {roles.client, roles.target, roles.cluster, *roles.drop}
+    features = [name for name in frame.columns if name not in used]
+    levels = _classes(frame[roles.target], roles, "the table").get("levels", ())
+    return read_columns(tables.all_facts(frame, features, roles.client, roles.target, levels), roles.keep)
 
 
 def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:
@@ -189,25 +211,33 @@ def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableS
     DataError
         If the nodes have no feature in common, or disagree on the target.
     """
-    kinds: dict[str, set[str]] = {}
+    found: dict[str, ColumnFacts] = {}
     for told in descriptions.values():
         for name, kind in told["columns"]:
-            kinds.setdefault(name, set()).add(kind)
+            one = _facts(told, name, kind)
+            found[name] = found[name].merge(one) if name in found else one
     warnings = []
-    for name in list(kinds):
+    for name in list(found):
         without = [place for place, told in descriptions.items() if name not in dict(told["columns"])]
         if without:
             warnings.append(f"Column {name!r} is left out, because {columns.some(without)} has none.")
-            del kinds[name]
-        elif kinds[name] == {"empty"}:
-            warnings.append(f"Column {name!r} is left out, because it is empty everywhere.")
-            del kinds[name]
+            del found[name]
     task, classes = _task(descriptions, roles)
-    categories = tuple(name for name, found in kinds.items() if "category" in found)
-    numeric = tuple(name for name in kinds if name not in categories)
-    if not kinds:
-        raise DataError("The places have no feature column in common. Look at their tables and at --drop.")
-    return TableSpec(roles.client, roles.target, roles.cluster, task, classes, numeric, categories, warnings)
+    spec = spec_of(read_columns(found, roles.keep), roles.client, roles.target, roles.cluster, task, classes)
+    if not (spec.numeric or spec.categories):
+        raise DataError(
+            "The places have no feature column in common. Look at their tables, at --drop and at --keep."
+        )
+    spec.warnings[:0] = warnings
+    return spec
+
+
+def _facts(told: Mapping[str, Any], name: str, kind: str) -> ColumnFacts:
+    """Return what a node counted in a column; its kind alone if it counted nothing that can be."""
+    try:
+        return ColumnFacts.from_json(told["facts"][name])
+    except (KeyError, TypeError, ValueError):
+        return ColumnFacts(kind if kind in ("numeric", "category") else "empty", int(kind != "empty"))
 
 
 def _task(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> tuple[str, tuple[str, ...]]:
@@ -275,9 +305,11 @@ def statistics_to_json(statistics: Statistics) -> dict[str, Any]:
     return {
         "numeric": {name: sums(moments) for name, moments in statistics.numeric.items()},
         "categories": {
-            name: [sorted(seen.levels), seen.missing] for name, seen in statistics.categories.items()
+            name: [[[level, *found] for level, found in sorted(seen.counts.items())], seen.missing]
+            for name, seen in statistics.categories.items()
         },
         "target": sums(statistics.target),
+        "clients": statistics.by_client.to_json(),
     }
 
 
@@ -306,6 +338,7 @@ def statistics_from_json(stored: Mapping[str, Any], spec: TableSpec) -> Statisti
             {name: _moments(stored["numeric"][name]) for name in spec.numeric},
             {name: _levels(stored["categories"][name]) for name in spec.categories},
             _moments(stored["target"]),
+            ClientSums.from_json(stored["clients"], len(spec.numeric) + 1),
         )
     except (KeyError, TypeError, ValueError) as problem:
         raise DataError(f"statistics that cannot be read ({problem})") from None
@@ -318,6 +351,12 @@ def _moments(stored: Any) -> Moments:
 
 def _levels(stored: Any) -> Levels:
     levels, missing = stored
-    if not all(isinstance(level, str) for level in levels) or len(levels) > MOST_LEVELS:
-        raise ValueError("levels that are not text")
-    return Levels(frozenset(levels), bool(missing))
+    if len(levels) > MOST_LEVELS:
+        raise ValueError("too many levels")
+    counts = {level: (rows, clients) for level, rows, clients in levels}
+    numbers = [number for pair in counts.values() for number in pair]
+    if not all(isinstance(level, str) for level in counts) or not all(
+        type(number) is int and 0 < number < 1 << 62 for number in numbers
+    ):
+        raise ValueError("levels that no rows have")
+    return Levels(counts, bool(missing))

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,133 +16,28 @@ from torch import Tensor
 
 from coterie._core.errors import DataError, nearest
 from coterie.data import column_types as columns
-from coterie.data.tables import TableSpec
+from coterie.data import odd_clients
+from coterie.data.scales import (
+    FEWEST,
+    ClientUnits,
+    OneHot,
+    Scale,
+    client_units,
+    one_hot,
+    pooled_levels,
+    scale_of,
+    standardised,
+)
+from coterie.data.statistics import Levels, Moments, Statistics, local_statistics
+from coterie.data.table_spec import TableSpec
 
 if TYPE_CHECKING:
     import polars
 
-_ROUNDING = 1e-12  # a standard deviation below this share of the mean is rounding, not variation
+STANDARD, RAW = "standard", "raw"  # the encodings: for linear models and networks, and for trees
+MOST_CODES = 48  # levels of a category that is one column of codes in the encoding "raw"
 
-
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean and sum of squares about the mean of the values present, and how many are missing.
-
-    Sums about the mean merge exactly, and do not cancel when the mean is large.
-
-    Examples
-    --------
-    >>> import polars
-    >>> from coterie.data.preprocess import Moments
-    >>> both = Moments.of(polars.Series([1.0, None])).merge(Moments.of(polars.Series([3.0])))
-    >>> both, both.sd
-    (Moments(count=2, mean=2.0, squares=2.0, missing=1), 1.0)
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    missing: int = 0
-
-    @classmethod
-    def of(cls, values: polars.Series) -> Self:
-        """Return the moments of a column that may hold nulls."""
-        present = values.drop_nulls().to_numpy()
-        if not len(present):
-            return cls(missing=len(values))
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean = float(present.mean())
-            squares = float(np.square(present - mean).sum())
-        return cls(len(present), mean, squares, len(values) - len(present))
-
-    def merge(self, other: Moments) -> Moments:
-        """Return the moments of both sets of values together (Chan, Golub, LeVeque 1983)."""
-        count = self.count + other.count
-        missing = self.missing + other.missing
-        if not count:
-            return Moments(missing=missing)
-        gap, share = other.mean - self.mean, other.count / count
-        squares = self.squares + other.squares + gap * gap * self.count * share
-        return Moments(count, self.mean + gap * share, squares, missing)
-
-    @property
-    def sd(self) -> float:
-        """Standard deviation of these values (divided by their count); 0 for constants."""
-        sd = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return sd if sd > _ROUNDING * abs(self.mean) else 0.0
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Levels of a category column, and whether a value was missing."""
-
-    levels: frozenset[str]
-    missing: bool
-
-    def merge(self, other: Levels) -> Levels:
-        """Return the levels that occur in either."""
-        return Levels(self.levels | other.levels, self.missing or other.missing)
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a client reveals of its training rows so that the preprocessor can be fitted."""
-
-    numeric: dict[str, Moments]
-    categories: dict[str, Levels]
-    target: Moments
-
-    def merge(self, other: Statistics) -> Statistics:
-        """Return the statistics of both sets of rows together."""
-        return Statistics(
-            {name: mine.merge(other.numeric[name]) for name, mine in self.numeric.items()},
-            {name: mine.merge(other.categories[name]) for name, mine in self.categories.items()},
-            self.target.merge(other.target),
-        )
-
-
-def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
-    """Return the statistics of the training rows of one client, or of several pooled.
-
-    Parameters
-    ----------
-    frame
-        The training rows, from `tables.read`.
-    spec
-        What each column is for, from `tables.check`.
-
-    Returns
-    -------
-    Statistics
-        Sums to be merged with those of the other clients.
-    """
-    numeric = {name: Moments.of(columns.numbers(frame, name)) for name in spec.numeric}
-    categories = {
-        name: Levels(frozenset(columns.levels(frame[name])), frame[name].null_count() > 0)
-        for name in spec.categories
-    }
-    regression = spec.task == "regression"
-    target = Moments.of(columns.numbers(frame, spec.target)) if regression else Moments()
-    return Statistics(numeric, categories, target)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How a numeric column is standardised; an `sd` of 0 leaves its values out, `missing` adds an indicator column."""
-
-    name: str
-    mean: float
-    sd: float
-    missing: bool
-
-
-@dataclass(frozen=True)
-class OneHot:
-    """The levels that a category column is spread over; with `missing`, a missing value is one more level."""
-
-    name: str
-    levels: tuple[str, ...]
-    missing: bool
+__all__ = ["Levels", "Moments", "OneHot", "Preprocessor", "Scale", "Statistics", "local_statistics"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +46,9 @@ class Preprocessor:
 
     Numbers are standardised, and categories become 0/1 columns. A missing number becomes the mean, and is marked in
     `<column>_missing` if training rows had missing values; a level that training rows did not have becomes all zeros.
+
+    With the encoding "raw", which trees take, numbers stay as they are, categories of up to 48 levels are codes
+    0, 1, ... in one column, and missing values and unknown levels are NaN.
 
     Parameters
     ----------
@@ -163,6 +62,10 @@ class Preprocessor:
         Mean of the target; 0 for classes.
     target_sd
         Standard deviation of the target; 1 for classes.
+    encoding
+        "standard" or "raw".
+    clients
+        Clients that have columns or the target in other units.
 
     Examples
     --------
@@ -171,7 +74,7 @@ class Preprocessor:
     >>> table = {"site": ["a", "a", "b", "b"], "age": [30, 50, None, 40], "sex": list("fmmf"), "ill": [0, 1, 1, 0]}
     >>> frame = tables.read(table)
     >>> spec = tables.check(frame, client="site", target="ill")
-    >>> preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame, spec))
+    >>> preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame, spec), fewest=(1, 1))
     >>> preprocessor.feature_names
     ['age', 'age_missing', 'sex=f', 'sex=m']
     >>> preprocessor.encode(frame)[2].tolist(), preprocessor.encode_target(frame).tolist()
@@ -183,9 +86,18 @@ class Preprocessor:
     choices: tuple[OneHot, ...]
     target_mean: float
     target_sd: float
+    encoding: str = STANDARD
+    clients: Mapping[str, ClientUnits] = field(default_factory=dict)
 
     @classmethod
-    def from_statistics(cls, spec: TableSpec, statistics: Statistics) -> Self:
+    def from_statistics(
+        cls,
+        spec: TableSpec,
+        statistics: Statistics,
+        fewest: tuple[int, int] = FEWEST,
+        encoding: str = STANDARD,
+        target_in_units: bool = False,
+    ) -> Self:
         """Fit from the merged statistics of all clients' training rows.
 
         Parameters
@@ -194,6 +106,12 @@ class Preprocessor:
             What each column is for.
         statistics
             Merged statistics.
+        fewest
+            Rows and clients that a level needs; levels with fewer are pooled into one, so that no model names them.
+        encoding
+            "standard" or "raw".
+        target_in_units
+            Leave a numeric target as it is instead of standardising it.
 
         Returns
         -------
@@ -205,19 +123,23 @@ class Preprocessor:
         DataError
             If no feature varies, or a column holds numbers too large to square.
         """
-        scales = [_scale(name, moments) for name, moments in statistics.numeric.items()]
-        choices = [
-            OneHot(name, tuple(sorted(seen.levels)), seen.missing)
-            for name, seen in statistics.categories.items()
-        ]
-        target = _scale(spec.target, statistics.target)
+        odd = odd_clients.find(statistics, spec)
+        scales = [scale_of(name, odd.moments(name, moments)) for name, moments in statistics.numeric.items()]
+        clients = min(fewest[1], len(statistics.by_client.names))
+        choices = [one_hot(name, seen, fewest[0], clients) for name, seen in statistics.categories.items()]
+        target = scale_of(spec.target, odd.moments(spec.target, statistics.target))
         fitted = cls(
             spec,
             tuple(scale for scale in scales if scale.sd or scale.missing),
-            tuple(choice for choice in choices if len(choice.levels) + choice.missing > 1),
-            target.mean,
-            target.sd or 1.0,
+            tuple(choice for choice in choices if choice.width > 1),
+            0.0 if target_in_units else target.mean,
+            1.0 if target_in_units else target.sd or 1.0,
+            encoding,
         )
+        fitted = replace(fitted, clients=client_units(odd, fitted.scales, target, spec.task))
+        for warning in (*pooled_levels(statistics.categories, choices), *odd.warnings()):
+            if warning not in spec.warnings:
+                spec.warnings.append(warning)
         if not fitted.feature_names:
             raise DataError(
                 "No feature column varies over the training rows. Add columns, or train on more rows."
@@ -241,16 +163,31 @@ class Preprocessor:
             sources[encoded] = column
 
         for scale in self.scales:
-            if scale.sd:
+            if scale.sd or self.encoding == RAW:
                 add(scale.name, scale.name)
-            if scale.missing:
+            if scale.missing and self.encoding == STANDARD:
                 add(f"{scale.name}_missing", scale.name)
         for choice in self.choices:
+            if self.as_codes(choice):
+                add(choice.name, choice.name)
+                continue
             for level in choice.levels:
                 add(f"{choice.name}={level}", choice.name)
             if choice.missing:
                 add(f"{choice.name}_missing", choice.name)
+            if choice.other:
+                add(f"{choice.name}=other", choice.name)
         return sources
+
+    def as_codes(self, choice: OneHot) -> bool:
+        """Return True if a category is one column of codes instead of a column per level."""
+        return self.encoding == RAW and len(choice.levels) <= MOST_CODES
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Number of levels of each encoded feature that is a column of codes; 0 for the others."""
+        codes = {choice.name: len(choice.levels) for choice in self.choices if self.as_codes(choice)}
+        return tuple(codes.get(name, 0) for name in self.feature_names)
 
     @property
     def feature_names(self) -> list[str]:
@@ -276,15 +213,30 @@ class Preprocessor:
         Returns
         -------
         Tensor
-            Standardised numbers, and 0 or 1 for categories and missing values.
+            Standardised numbers, and 0 or 1 for categories and missing values; see the class for "raw".
         """
         features = np.zeros((frame.height, len(self.feature_names)))
         place = 0
+        own = {name: self._rows_of(frame, name) for name in self.clients}
         for scale in self.scales:
             _require(frame, scale.name, source)
-            values = columns.numbers(frame, scale.name, source, self._client_in(frame))
+            format = self.spec.formats.get(scale.name, "")
+            values = columns.numbers(frame, scale.name, source, self._client_in(frame), format)
+            if self.encoding == RAW:
+                features[:, place] = values.cast(float).fill_null(math.nan).to_numpy()
+                for client, rows in own.items():
+                    scales = {one.name: one for one in self.clients[client].scales}
+                    if scale.name in scales and len(rows) and scale.sd:
+                        aligned = standardised(values[rows], scales[scale.name]) * scale.sd + scale.mean
+                        features[rows, place] = np.where(np.isnan(features[rows, place]), math.nan, aligned)
+                place += 1
+                continue
             if scale.sd:
-                features[:, place] = ((values - scale.mean) / scale.sd).fill_null(0.0).to_numpy()
+                features[:, place] = standardised(values, scale)
+                for client, rows in own.items():
+                    scales = {one.name: one for one in self.clients[client].scales}
+                    if scale.name in scales and len(rows):
+                        features[rows, place] = standardised(values[rows], scales[scale.name])
                 place += 1
             if scale.missing:
                 features[:, place] = values.is_null().to_numpy()
@@ -292,11 +244,54 @@ class Preprocessor:
         for choice in self.choices:
             _require(frame, choice.name, source)
             level = columns.codes(columns.labels(frame[choice.name]), choice.levels)
+            if self.as_codes(choice):
+                gone = (level < 0) | frame[choice.name].is_null().to_numpy()
+                features[:, place] = np.where(gone, math.nan, level)
+                place += 1
+                continue
+            level[level < 0] = choice.width - 1 if choice.other else -1
             level[frame[choice.name].is_null().to_numpy()] = len(choice.levels) if choice.missing else -1
             known = np.flatnonzero(level >= 0)
             features[known, place + level[known]] = 1.0
-            place += len(choice.levels) + choice.missing
+            place += choice.width
         return torch.from_numpy(features)
+
+    def _rows_of(self, frame: polars.DataFrame, client: str) -> np.ndarray:
+        """Return the positions of a client's rows."""
+        if self.spec.client not in frame.columns:
+            return np.empty(0, dtype=np.int64)
+        return np.flatnonzero((columns.labels(frame[self.spec.client]) == client).fill_null(False).to_numpy())
+
+    def reverses(self, client: str | None) -> bool:
+        """Return True for a client whose two classes are encoded the other way round."""
+        return self.clients.get(client or "", ClientUnits()).reversed_classes
+
+    def for_client(self, client: str | None) -> Self:
+        """Return the encoding of one client alone, in its own units.
+
+        Parameters
+        ----------
+        client
+            Name of the client; None returns the encoding of everybody else.
+
+        Returns
+        -------
+        Preprocessor
+            An encoding without exceptions.
+        """
+        units = self.clients.get(client or "", ClientUnits())
+        own = {scale.name: scale for scale in units.scales}
+        mean, sd = units.target or (self.target_mean, self.target_sd)
+        classes = self.spec.classes[::-1] if units.reversed_classes else self.spec.classes
+        scales = tuple(own.get(scale.name, scale) for scale in self.scales)
+        return replace(
+            self,
+            spec=replace(self.spec, classes=classes),
+            scales=scales,
+            target_mean=mean,
+            target_sd=sd,
+            clients={},
+        )
 
     def _client_in(self, frame: polars.DataFrame) -> str | None:
         return self.spec.client if self.spec.client in frame.columns else None
@@ -333,6 +328,12 @@ class Preprocessor:
         else:
             encoded = columns.codes(columns.labels(frame[name]), self.spec.classes)
             wrong, what = encoded < 0, f"is not one of {', '.join(self.spec.classes)}"
+        for client, units in self.clients.items():
+            rows = self._rows_of(frame, client)
+            if units.target is not None:
+                encoded[rows] = (values[rows] - units.target[0]) / units.target[1]
+            if units.reversed_classes:
+                encoded[rows] = np.where(encoded[rows] < 0, -1, 1 - encoded[rows])
         if wrong.any():
             where = columns.place(frame, int(wrong.argmax()), source, self._client_in(frame))
             raise DataError(
@@ -340,13 +341,15 @@ class Preprocessor:
             )
         return torch.tensor(encoded)
 
-    def decode(self, predictions: Tensor) -> Tensor | list[str]:
+    def decode(self, predictions: Tensor, clients: Sequence[str | None] | None = None) -> Tensor | list[str]:
         """Return standardised predictions in the target's units, or class names for class numbers.
 
         Parameters
         ----------
         predictions
             Standardised values, or class numbers.
+        clients
+            Whose predictions these are, one name each; by default those of clients in the common units.
 
         Returns
         -------
@@ -354,39 +357,60 @@ class Preprocessor:
             Values in the target's units, or class names.
         """
         if self.spec.task == "regression":
-            return predictions * self.target_sd + self.target_mean
-        return [self.spec.classes[number] for number in predictions.flatten().tolist()]
+            usual = (self.target_mean, self.target_sd)
+            own = {name: units.target or usual for name, units in self.clients.items()}
+            pairs = [own.get(name or "", usual) for name in clients or ()]
+            if not own or not pairs:
+                return predictions * self.target_sd + self.target_mean
+            mean, sd = predictions.new_tensor(pairs).unbind(1)
+            return predictions * sd + mean
+        names = [self.spec.classes[number] for number in predictions.flatten().tolist()]
+        for k, name in enumerate(clients or ()):
+            if self.reverses(name):
+                names[k] = self.spec.classes[1 - self.spec.classes.index(names[k])]
+        return names
 
     def to_json(self) -> str:
         """Return everything but the warnings as JSON; floats come back bit for bit."""
-        return json.dumps(
-            dataclasses.asdict(dataclasses.replace(self, spec=dataclasses.replace(self.spec, warnings=[]))),
-            allow_nan=False,
-        )
+        whole = dataclasses.asdict(replace(self, spec=replace(self.spec, readings=()), clients={}))
+        stored = whole | {
+            "spec": self.spec.stored(),
+            "scales": [_without(asdict(scale), limit=0.0) for scale in self.scales],
+            "choices": [_without(asdict(choice), other=False) for choice in self.choices],
+        }
+        del stored["clients"]
+        if self.clients:
+            stored["clients"] = {name: asdict(units) for name, units in self.clients.items()}
+        if self.encoding == STANDARD:
+            del stored["encoding"]  # as files before there was another
+        return json.dumps(stored, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the preprocessor that `to_json` wrote."""
         stored = json.loads(text, object_hook=_with_tuples)
+        clients = {
+            name: ClientUnits(**units | {"scales": tuple(Scale(**scale) for scale in units["scales"])})
+            for name, units in stored.get("clients", {}).items()
+        }
         return cls(
             TableSpec(**stored["spec"] | {"warnings": []}),
             tuple(Scale(**scale) for scale in stored["scales"]),
             tuple(OneHot(**choice) for choice in stored["choices"]),
             stored["target_mean"],
             stored["target_sd"],
+            stored.get("encoding", STANDARD),
+            clients,
         )
+
+
+def _without(stored: dict[str, Any], **usual: Any) -> dict[str, Any]:
+    """Leave out what older versions did not have, where it is as it was then."""
+    return {name: value for name, value in stored.items() if name not in usual or value != usual[name]}
 
 
 def _with_tuples(stored: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
-
-
-def _scale(name: str, moments: Moments) -> Scale:
-    if not math.isfinite(moments.squares):
-        raise DataError(
-            f"Column {name!r} holds numbers too large to square. Rescale it, or leave it out: --drop {name}"
-        )
-    return Scale(name, moments.mean, moments.sd, moments.missing > 0 and moments.count > 0)
 
 
 def _require(frame: polars.DataFrame, name: str, source: str) -> None:

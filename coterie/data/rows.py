@@ -146,12 +146,16 @@ class Rows:
                 yield None if whole else part, self._padded(start[part], size[part], width)
 
     def _padded(self, start: Tensor, size: Tensor, width: int) -> Batch:
+        """Return all rows of these clients; a client without rows gets somebody's row with weight 0."""
         size, slot = size.unsqueeze(-1), torch.arange(width, device=size.device)
         weight = (slot < size).to(self.dtype) / size.clamp(min=1)
-        return self._gather(start.unsqueeze(-1) + torch.minimum(slot, (size - 1).clamp(min=0)), weight)
+        rows = start.unsqueeze(-1) + torch.minimum(slot, (size - 1).clamp(min=0))
+        return self._gather(rows.clamp(max=max(0, len(self.x) - 1)), weight)
 
     def _gather(self, rows: Tensor, weight: Tensor) -> Batch:
-        flat = rows.flatten()
+        flat = rows.flatten().clamp(
+            max=max(len(self.x) - 1, 0)
+        )  # a last client without rows begins after the end
         if len(self.x) == 0:
             flat = flat[:0]
         x = self.x.index_select(0, flat).view(*rows.shape, *self.x.shape[1:])

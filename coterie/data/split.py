@@ -114,6 +114,31 @@ def split_rows(
     )
 
 
+def split_sizes(sizes: Tensor, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)) -> dict[str, Tensor]:
+    """Return how many rows of each client `split_rows` puts into each part.
+
+    Parameters
+    ----------
+    sizes
+        Number of rows of each client, [n].
+    fractions
+        Shares of train, validation and test.
+
+    Returns
+    -------
+    dict of str to Tensor
+        Numbers of rows [n] under "train", "validation" and "test".
+
+    Examples
+    --------
+    >>> import torch
+    >>> {name: size.tolist() for name, size in split_sizes(torch.tensor([10, 1])).items()}
+    {'train': [6, 1], 'validation': [2, 0], 'test': [2, 0]}
+    """
+    test, validation = _counts(sizes.to(torch.int64), fractions)
+    return {"train": sizes - test - validation, "validation": validation, "test": test}
+
+
 def _require_fractions(fractions: tuple[float, float, float]) -> None:
     if len(fractions) != 3 or not all(0 <= fraction <= 1 for fraction in fractions):
         raise SettingError(

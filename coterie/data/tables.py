@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie._core.errors import DataError, SettingError, nearest
+from coterie._core.errors import DataError, nearest
+from coterie.data import column_facts, delimited, unpack
 from coterie.data import column_types as columns
-from coterie.data import delimited
+from coterie.data.column_facts import ColumnFacts
+from coterie.data.column_readings import read as read_columns
+from coterie.data.table_spec import TableSpec, spec_of
+from coterie.data.target_task import find_task
 
 if TYPE_CHECKING:
     import polars
 
-MOST_LEVELS = 1000
 _PARQUET = (".parquet", ".pq")
+_MEMORY_PER_CELL = 24  # bytes of a number and its copies
 _SOURCE = "the table"
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """What each column of a checked table is for.
-
-    Parameters
-    ----------
-    client
-        Name of the client column.
-    target
-        Name of the target column.
-    cluster
-        Name of the cluster column, or None.
-    task
-        "regression", "binary" or "multiclass".
-    classes
-        Names of the classes; empty for regression.
-    numeric
-        Names of the numeric feature columns.
-    categories
-        Names of the category feature columns.
-    warnings
-        What the reader of a report should know about columns and clients.
-    """
-
-    client: str
-    target: str
-    cluster: str | None
-    task: str
-    classes: tuple[str, ...]
-    numeric: tuple[str, ...]
-    categories: tuple[str, ...]
-    warnings: list[str] = field(default_factory=list, compare=False)
 
 
 def read(table: Any) -> polars.DataFrame:
@@ -111,7 +80,7 @@ def _require_file(path: Path) -> None:
     if not (_is_parquet(path) or delimited.is_delimited(path)):
         raise DataError(
             f"{path}: unknown kind of file {path.suffix!r}. Convert it to one of {', '.join(known)}; "
-            f"text may be packed ({', '.join(delimited.COMPRESSIONS)})."
+            f"text may be packed ({', '.join(unpack.COMPRESSIONS)})."
         )
 
 
@@ -123,8 +92,11 @@ def _read_parquet(path: Path) -> polars.DataFrame:
     import polars as pl
 
     try:
+        scan = pl.scan_parquet(path, glob=False)
+        cells = int(scan.select(pl.len()).collect().item()) * len(scan.collect_schema())
+        unpack.require_memory(path, _MEMORY_PER_CELL * cells, f"a table of {cells:,} values")
         return pl.read_parquet(path, glob=False)
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         raise DataError(
             f"{path}: cannot be read as Parquet ({error}). The file is truncated or is not Parquet: "
             "copy or write it again."
@@ -180,6 +152,7 @@ def check(
     drop: Iterable[str] = (),
     task: str | None = None,
     source: str = _SOURCE,
+    keep: Iterable[str] = (),
 ) -> TableSpec:
     """Find out what each column is for, or raise an error that says what stops the table from being used.
 
@@ -199,6 +172,8 @@ def check(
         "regression", "classification", "binary" or "multiclass"; by default inferred from the target.
     source
         Path of the file, if there is one, so that errors can name its lines.
+    keep
+        Names of columns to use although they look like identifiers, free text or copies of client or target.
 
     Returns
     -------
@@ -218,37 +193,76 @@ def check(
     >>> spec.task, spec.classes, spec.numeric
     ('binary', ('no', 'yes'), ('age',))
     """
-    drop = tuple(drop)
+    drop, keep = tuple(drop), tuple(keep)
     roles = {"client": client, "target": target} | ({"cluster": cluster} if cluster is not None else {})
-    _require_roles(frame, roles, drop, source)
-    features = [name for name in frame.columns if name not in {*roles.values(), *drop}]
+    _require_roles(frame, roles, drop, keep, source)
     if cluster is not None:
         _require_one_cluster(frame, client, cluster, source)
-    task, classes = _task(frame, client, target, task, source)
-    kinds = {name: _feature_kind(frame, name, client, source) for name in features}
-    numeric = tuple(name for name, kind in kinds.items() if kind == "numeric")
-    categories = tuple(name for name, kind in kinds.items() if kind == "category")
-    if not kinds or not (numeric or categories):
-        constant = f" ({columns.some(kinds)} never change)" if kinds else ""
+    task, classes, hints = find_task(frame, client, target, task, source)
+    names = [name for name in frame.columns if name not in {*roles.values(), *drop}]
+    constant = [
+        name for name in names if columns.kind(frame[name]) and frame[name].drop_nulls().n_unique() == 1
+    ]
+    constant = [name for name in constant if not frame[name].null_count()]
+    readings = read_columns(all_facts(frame, names, client, target, classes), keep, constant)
+    spec = spec_of(readings, client, target, cluster, task, classes)
+    if not (spec.numeric or spec.categories):
+        why = "; ".join(f"{one.column!r} {one.why}" for one in readings)
         raise DataError(
-            f"{source}: no feature column is left{constant}. Add columns to learn from, or drop fewer."
+            f"{source}: no feature column is left{f' ({why})' if why else ''}. Add columns to learn from, drop fewer, "
+            "or keep one with --keep COLUMN."
         )
-    warnings = _column_warnings(frame, kinds) + _client_warnings(frame, client, target, bool(classes))
-    return TableSpec(client, target, cluster, task, classes, numeric, categories, warnings)
+    for name in spec.numeric:
+        columns.numbers(frame, name, source, client, spec.formats.get(name, ""))
+    spec.warnings.extend(hints + _client_warnings(frame, client, target, bool(classes)))
+    return spec
+
+
+def all_facts(
+    frame: polars.DataFrame, names: Iterable[str], client: str, target: str, classes: Sequence[str]
+) -> dict[str, ColumnFacts]:
+    """Return the facts of feature columns.
+
+    Parameters
+    ----------
+    frame
+        Rows of one or more clients.
+    names
+        The columns.
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    classes
+        Names of the classes; empty for a quantity.
+
+    Returns
+    -------
+    dict
+        What `column_facts.read` needs, by column.
+    """
+    label = columns.labels(frame[client])
+    owner = columns.codes(label, label.unique(maintain_order=True).to_list())
+    if classes:
+        values = columns.codes(columns.labels(frame[target]), classes).astype(float)
+    else:
+        values = columns.as_floats(frame[target]).to_numpy()
+    return {name: column_facts.facts(frame, name, owner, values, bool(classes)) for name in names}
 
 
 def _require_roles(
-    frame: polars.DataFrame, roles: Mapping[str, str], drop: Sequence[str], source: str
+    frame: polars.DataFrame, roles: Mapping[str, str], drop: Sequence[str], keep: Sequence[str], source: str
 ) -> None:
     """Check that the named columns exist, differ from each other, and have a value in every row."""
-    for role, name in [*roles.items(), *(("dropped", name) for name in drop)]:
+    others = [*(("dropped", name) for name in drop), *(("kept", name) for name in keep)]
+    for role, name in [*roles.items(), *others]:
         if name not in frame.columns:
             raise DataError(f"{source}: there is no {role} column {name!r}.{nearest(name, frame.columns)}")
-    used = [*roles.values(), *dict.fromkeys(drop)]
+    used = [*roles.values(), *dict.fromkeys(drop), *dict.fromkeys(keep)]
     for name in used:
         if used.count(name) > 1:
             raise DataError(
-                f"{source}: column {name!r} was given two roles among client, target, cluster and drop. "
+                f"{source}: column {name!r} was given two roles among client, target, cluster, drop and keep. "
                 "Name a different column for each."
             )
     for role, name in roles.items():
@@ -280,80 +294,6 @@ def _require_one_cluster(frame: polars.DataFrame, client: str, cluster: str, sou
             f"{source}: client {name!r} is in {len(clusters)} clusters of column {cluster!r}: "
             f"{columns.some(clusters)}. Put all its rows into one, or name another cluster column."
         )
-
-
-def _task(
-    frame: polars.DataFrame, client: str, target: str, task: str | None, source: str
-) -> tuple[str, tuple[str, ...]]:
-    """Return the task and, unless it is regression, the names of the classes."""
-    known = ("regression", "classification", "binary", "multiclass")
-    if task is not None and task not in known:
-        raise SettingError(f"Unknown task {task!r}.{nearest(task, known)}")
-    column = frame[target]
-    distinct = column.n_unique()
-    if distinct == 1:
-        raise DataError(
-            f"{source}: target column {target!r} has one value only ({columns.labels(column)[0]!r}), "
-            "so there is nothing to learn. Name another target."
-        )
-    if columns.kind(column) == "numeric" or task == "regression":
-        columns.numbers(frame, target, source, client)
-    if (task or _natural_task(column)) == "regression":
-        return "regression", ()
-    if distinct > MOST_LEVELS or (column.dtype.is_float() and distinct > 50):
-        raise DataError(
-            f"{source}: target column {target!r} has {distinct} different values, too many for classes. "
-            "Use --task regression for a quantity, or name another target."
-        )
-    found = "binary" if distinct == 2 else "multiclass"
-    if task not in (None, "classification", found):
-        raise DataError(f"{source}: target column {target!r} has {distinct} classes, so the task is {found}.")
-    return found, columns.levels(column)
-
-
-def _natural_task(target: polars.Series) -> str:
-    """Return the task a target suggests: text, two values or few whole numbers are classes."""
-    import polars as pl
-
-    distinct = target.n_unique()
-    if columns.kind(target) == "category" or target.dtype == pl.Boolean or distinct == 2:
-        return "classification"
-    whole = target.dtype.is_integer() or (
-        target.dtype == pl.String and target.cast(pl.Int64, strict=False).null_count() == 0
-    )
-    return "classification" if whole and distinct <= 20 else "regression"
-
-
-def _feature_kind(frame: polars.DataFrame, name: str, client: str, source: str) -> str:
-    """Return 'numeric', 'category', or 'constant' for a column without information."""
-    column = frame[name]
-    remedy = f"Leave the column out: --drop {name}"
-    if column.null_count() == len(column):
-        raise DataError(f"{source}: column {name!r} has no values at all. {remedy}")
-    kind = columns.kind(column)
-    if kind is None:
-        raise DataError(f"{source}: column {name!r} holds {column.dtype}, not plain values. {remedy}")
-    if kind == "numeric":
-        column = columns.numbers(frame, name, source, client)
-    distinct = column.n_unique()
-    if kind == "category" and distinct > MOST_LEVELS:
-        raise DataError(
-            f"{source}: column {name!r} holds {distinct} different texts, more than {MOST_LEVELS}: "
-            f"it looks like an identifier. {remedy}"
-        )
-    return "constant" if distinct == 1 else kind
-
-
-def _column_warnings(frame: polars.DataFrame, kinds: Mapping[str, str]) -> list[str]:
-    constant = [name for name, kind in kinds.items() if kind == "constant"]
-    found = [f"Column {name!r} is constant and is kept out of the features." for name in constant]
-    for name in kinds:
-        if frame.height >= 20 and columns.looks_like_identifier(frame[name]):
-            found.append(
-                f"Column {name!r} has a different whole number in every row. "
-                f"If it is an identifier, leave it out: --drop {name}"
-            )
-    return found
 
 
 def _client_warnings(frame: polars.DataFrame, client: str, target: str, classes: bool) -> list[str]:

@@ -9,12 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.errors import CoterieError
+from coterie._core.printable import printable
+from coterie.data.split import split_sizes
 from coterie.deploy import messages, wire
 from coterie.deploy.transport import Envelope
 from coterie.engine.phase_output import all_finite
 from coterie.engine.protocol import Call
+from coterie.models.base import Model
 
 SPARE_BYTES = 1 << 20  # what an answer may weigh beyond twice what is expected of its phase
+
+MOST_ROWS = 10**9  # of one client in one split
+TOO_LARGE, LARGE = 100.0, 10.0  # times what is plausible: such an answer is not used; such an answer is noted
 
 CallId = tuple[int, int]  # the round and call that left a state
 
@@ -64,8 +71,56 @@ def usable(named: dict[str, Tensor], count: int) -> Tensor:
     return mask
 
 
+def explain(problem: Exception) -> str:
+    """Return why an answer is not used, in one line; of an unforeseen error only its kind."""
+    if isinstance(problem, CoterieError):
+        return printable(problem)
+    return f"its answer cannot be used ({type(problem).__name__})"
+
+
+def excess(named: dict[str, Tensor], owner: Tensor, sent: float) -> dict[int, float]:
+    """Return by how much the largest number of each node exceeds what is plausible.
+
+    Parameters
+    ----------
+    named
+        Values with a row per visit.
+    owner
+        Which node answered each visit, [visits].
+    sent
+        The largest number that the nodes were sent.
+
+    Returns
+    -------
+    dict of int to float
+        By node, its largest number relative to 1, to what was sent, and to the median of the other nodes, whichever is
+        largest. Nodes are compared if there are at least three.
+
+    Examples
+    --------
+    >>> import torch
+    >>> values = {"": torch.tensor([[1.0], [-3.0], [600.0]])}
+    >>> excess(values, torch.tensor([0, 1, 2]), sent=0.0)
+    {0: 0.33, 1: 3.0, 2: 600.0}
+    """
+    found: dict[int, float] = {}
+    nodes = owner.unique().tolist()
+    if len(nodes) < 3:
+        return found
+    for value in named.values():
+        if not value.is_floating_point() or not value.numel():
+            continue
+        rows = value.reshape(len(owner), -1).abs().amax(-1).double().nan_to_num(math.inf)
+        largest = {node: float(rows[owner == node].max()) for node in nodes}
+        for node in nodes:
+            others = sorted(size for other, size in largest.items() if other != node)
+            usual = max(1.0, sent, others[(len(others) - 1) // 2])
+            found[node] = max(found.get(node, 0.0), largest[node] / usual)
+    return {node: float(f"{ratio:.2g}") for node, ratio in found.items()}
+
+
 def _is_stamp(at: Any) -> bool:
-    return isinstance(at, list) and len(at) == 2 and all(isinstance(part, int) for part in at)
+    return isinstance(at, list) and len(at) == 2 and all(type(part) is int for part in at)
 
 
 def _are_encoded(encoded: Any, call: Call, tensors: dict[str, Tensor]) -> bool:
@@ -85,19 +140,51 @@ def _are_encoded(encoded: Any, call: Call, tensors: dict[str, Tensor]) -> bool:
     return True
 
 
-def are_counts(rows: dict[str, Tensor], count: int) -> bool:
-    """Return True if `rows` holds valid numbers of rows of `count` clients for all three splits."""
-    return rows.keys() == {"train", "validation", "test"} and all(
-        value.dtype == torch.int64 and value.shape == (count,) and bool((value >= 0).all())
-        for value in rows.values()
-    )
+def require_counts(
+    rows: dict[str, Tensor], count: int, told: Tensor | None, split: tuple[float, float, float]
+) -> None:
+    """Raise `WireError` unless these are the numbers of rows of `count` clients that follow from what the node told.
+
+    Parameters
+    ----------
+    rows
+        Numbers of rows [count] by split.
+    count
+        Number of clients.
+    told
+        How many rows each client has in all, if the node told before.
+    split
+        Shares of training, validation and test rows.
+    """
+    if rows.keys() != {"train", "validation", "test"}:
+        raise wire.WireError("malformed row counts")
+    for value in rows.values():
+        if (
+            value.dtype != torch.int64
+            or value.shape != (count,)
+            or not bool(((value >= 0) & (value <= MOST_ROWS)).all())
+        ):
+            raise wire.WireError("malformed row counts")
+    whole = rows["train"] + rows["validation"] + rows["test"]
+    if told is not None and not torch.equal(whole, told):
+        raise wire.WireError("its row counts are not those that it told at the start")
+    if any(not torch.equal(rows[name], size) for name, size in split_sizes(whole, split).items()):
+        raise wire.WireError("its row counts are not those of the split")
 
 
 def _floats(shape: Any) -> int:
     return sum(math.prod(part) for _, _, part in shape[0])
 
 
-def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: int, sums: int = 0) -> Reply:
+def check(
+    envelope: Envelope,
+    call: Call,
+    visits: int,
+    since: CallId | None,
+    model: Model,
+    sums: int = 0,
+    held: bool = False,
+) -> Reply:
     """Check a node's reply to a call.
 
     Parameters
@@ -110,10 +197,12 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
         Number of visits that the node was asked for.
     since
         The state that the node started from.
-    d
-        Number of model parameters, which limits the size of a reply.
+    model
+        The model, which limits the size of a reply.
     sums
         Numbers that the asked metrics take for each client.
+    held
+        Whether the node keeps the values, to add them up later.
 
     Returns
     -------
@@ -128,38 +217,55 @@ def check(envelope: Envelope, call: Call, visits: int, since: CallId | None, d: 
     header, tensors = envelope
     encoded, at = header.get("encoded"), header.get("at")
     stamp = (int(at[0]), int(at[1])) if isinstance(at, list) and _is_stamp(at) else None
-    if stamp not in (since, (call.round, call.call)):
+    if (at is not None and stamp is None) or stamp not in (since, (call.round, call.call)):
         raise wire.WireError("reply rejected: it belongs to another call")
     if not isinstance(encoded, dict) or not _are_encoded(encoded, call, tensors):
         raise wire.WireError("reply rejected: malformed compressed values")
-    declared = max(call.algorithm.traffic(d).get(call.phase, (0, 0))[1], 4 * d + 64, sums)
+    declared_up = call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1]
+    declared = max(declared_up, 4 * model.d + 64, sums)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     if size > SPARE_BYTES + 2 * visits * declared * 8:
         raise wire.WireError(f"reply rejected: {size} bytes, far more than {call.phase} declares")
     named, good = messages.under("value.", tensors), tensors.get("good")
+    if held and (named or encoded):
+        raise wire.WireError("reply rejected: values where only their sum may leave the node")
     if any(value.dim() == 0 or len(value) != visits for value in named.values()):
         raise wire.WireError(f"reply rejected: expected {visits} rows in every value")
+    d = model.d
+    if declared_up == d and any(
+        value.numel() == visits * d and value.shape != (visits, d) for value in named.values()
+    ):
+        raise wire.WireError(f"reply rejected: a vector of {d} numbers has one axis")
+    if any(value.dtype != torch.float64 for name, value in named.items() if name not in encoded):
+        raise wire.WireError("reply rejected: values that are not double precision")
     if good is not None and (good.dtype != torch.bool or good.shape != (visits,)):
         raise wire.WireError("reply rejected: malformed mask of good visits")
     return Reply(visits, named, good, encoded, stamp)
 
 
-def usual_shape(replies: list[Reply], call: Call, d: int, scores: bool, before: Any) -> Any:
+def usual_shape(replies: list[Reply], call: Call, model: Model, scores: bool, before: Any) -> Any:
     """Return the shape that replies to this call should have.
 
     That is the shape of earlier rounds (`before`), else the one that the algorithm declares, else the one that most
-    clients sent. `scores` is True for metrics, about which the algorithm declares nothing.
+    clients sent; None if no reply has the declared size. Replies to a phase whose messages vary may be smaller.
+    `scores` is True for metrics, about which the algorithm declares nothing.
     """
     votes: dict[Any, int] = {}
     for reply in replies:
         votes[reply.shape()] = votes.get(reply.shape(), 0) + reply.visits
-    declared = call.algorithm.traffic(d).get(call.phase, (0, 0))[1]
+    declared = call.algorithm.traffic_of(model).get(call.phase, (0, 0))[1]
     counts = declared > 0 and not scores and call.compress is None
+    varies = call.phase in call.algorithm.varying
+
+    def fits(shape: Any) -> bool:
+        size = _floats(shape)
+        return not counts or size == declared or (varies and 0 < size <= declared)
 
     def rank(shape: Any) -> tuple[bool, bool, int]:
-        return shape == before, not counts or _floats(shape) == declared, votes[shape]
+        return shape == before and not varies, fits(shape), votes[shape]
 
-    return max(votes, key=rank)
+    best = max(votes, key=rank)
+    return best if fits(best) or (best == before and not varies) else None
 
 
 def words(shape: Any) -> str:

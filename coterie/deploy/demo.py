@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from coterie.algorithms import Algorithm
-from coterie.data import bundled
+from coterie.data import bundled, tables
 from coterie.data.federated import Roles
 from coterie.deploy import federation_folder
+from coterie.deploy import policy as policies
 from coterie.deploy.federation_folder import FederationFolder, command
 from coterie.deploy.flower_link import die_with_parent
+from coterie.deploy.policy import Policy
 
 STOPS_WITHIN = 10.0
 
 
 @contextmanager
-def hospitals(folder: Path | None, log: Callable[[str], None]) -> Iterator[FederationFolder]:
-    """Start a server and a node per hospital, and stop them when the block ends.
+def hospitals(folder: Path | None, log: Callable[[str], None], **policy: Any) -> Iterator[FederationFolder]:
+    """Start a server and a node per hospital, each with the strict policy, and stop them when the block ends.
 
     Parameters
     ----------
@@ -31,6 +33,8 @@ def hospitals(folder: Path | None, log: Callable[[str], None]) -> Iterator[Feder
         Where to put the federation; None uses a temporary folder.
     log
         Receives messages about what was started.
+    **policy
+        Changes to the strict policy.
 
     Yields
     ------
@@ -52,6 +56,7 @@ def hospitals(folder: Path | None, log: Callable[[str], None]) -> Iterator[Feder
         for node, (name,) in nodes.items():
             table = folder / "nodes" / node / f"{node}.csv"
             frame.filter(polars.col("hospital") == name).drop("hospital").write_csv(table)
+            Policy.strict(tables.read(table), roles, **policy).write(table.parent / policies.FILE)
             words = command("federate", "node", table.parent, "--data", table, "--client", name)
             words += ["--server", f"127.0.0.1:{opened.port}"]
             stack.enter_context(process(words, table.parent / "node.log"))

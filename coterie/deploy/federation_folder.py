@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import importlib
 import ipaddress
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -24,20 +24,22 @@ from coterie._core import files
 from coterie._core.errors import RunError, SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.data.federated import Roles
-from coterie.deploy import flower_link, keys
+from coterie.deploy import audit, flower_link, keys, membership
+from coterie.deploy import policy as policies
+from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import QUIET, missing
 from coterie.deploy.flower_node import Link
+from coterie.deploy.gate import MOST_BYTES
+from coterie.deploy.identity import Identity
 from coterie.deploy.job import NOTES, PROGRESS, JobRequest
+from coterie.deploy.membership import CONFIG, NODE_CONFIG, Roster, require_name
 from coterie.deploy.node_service import NodeService
+from coterie.deploy.policy import Policy
 from coterie.train.folder import RunFolder
 
-CONFIG = "federation.toml"
-NODE_CONFIG = "node.toml"
-TOKEN = "operator.token"
+TOKEN, OBSERVER = "operator.token", "observer.token"
 PORT = 8765
 STARTS_WITHIN = 90.0  # seconds for the SuperLink to start a run
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,21 @@ class FederationFolder:
         """Which columns of the nodes' tables are used, and how."""
         data = self.config["data"]
         return Roles.from_json(
-            {name: data.get(name) for name in ("client", "target", "cluster", "task", "drop")}
+            {name: data.get(name) for name in ("client", "target", "cluster", "task", "drop", "keep")}
         )
 
     @property
     def token(self) -> str:
         """The operator's token; raise `SettingError` if others can read its file."""
-        path = self.path / "server" / TOKEN
+        return self._token(TOKEN)
+
+    @property
+    def observer(self) -> str:
+        """The observers' token, which starts and changes nothing; empty if there is none."""
+        return self._token(OBSERVER) if (self.path / "server" / OBSERVER).exists() else ""
+
+    def _token(self, name: str) -> str:
+        path = self.path / "server" / name
         keys.require_private(path)
         return path.read_text().strip()
 
@@ -100,11 +110,11 @@ class FederationFolder:
             raise RunError(f"{self.path} has no run {name!r}.{nearest(name, known)}")
         return self.path / "jobs" / name
 
-    def operator(self, insecure: bool = False) -> Any:
-        """Return a connection to this folder's SuperLink on this machine."""
+    def operator(self, insecure: bool = False, observe: bool = False) -> Any:
+        """Return a connection to this folder's SuperLink on this machine, as its operator or as an observer."""
         flower = load_flower()
         authority = None if insecure else self.path / "server" / "ca.crt"
-        return flower.Operator(f"127.0.0.1:{self.port}", self.token, authority)
+        return flower.Operator(f"127.0.0.1:{self.port}", self.observer if observe else self.token, authority)
 
 
 def load_flower() -> Any:
@@ -139,11 +149,8 @@ def init(
     days
         How long certificates are valid.
     """
-    if not nodes:
-        raise SettingError("a federation needs nodes: --node NAME, once for each")
     for name in nodes:
-        if not NAME.fullmatch(name):
-            raise SettingError(f"--node {name!r}: use letters, digits, - and _ only")
+        require_name(name)
     flower = load_flower()  # before anything is written
     if (path / CONFIG).exists():
         return _add_nodes(FederationFolder(path), nodes)
@@ -156,25 +163,29 @@ def init(
     keys.make_authority(path / "ca", path.name, days)
     keys.make_server_certificate(path / "ca", path / "server", hosts, days)
     (path / "server" / "ca.crt").write_bytes((path / "ca" / "ca.crt").read_bytes())
-    keys.write_private(path / "server" / TOKEN, secrets.token_hex(32).encode() + b"\n")
+    for role in (TOKEN, OBSERVER):
+        keys.write_private(path / "server" / role, secrets.token_hex(32).encode() + b"\n")
     keys.private_folder(path / "server" / "app")
     files.write_text(path / "server" / "app" / "pyproject.toml", flower.APP)
     _script(path / "server" / "start.sh", ["federate", "server", ".."])
     data = {**roles.to_json(), "drop": list(roles.drop)}
     config = {"server": {"host": hosts[0], "port": port}, "data": data, "nodes": {}}
     files.write_toml(path / CONFIG, config)
-    folder = _add_nodes(FederationFolder(path), nodes)
+    folder = _add_nodes(FederationFolder(path), nodes, days)
     files.write_text(path / "README.md", _readme(folder))
     return folder
 
 
-def _add_nodes(folder: FederationFolder, nodes: Mapping[str, Sequence[str]]) -> FederationFolder:
+def _add_nodes(
+    folder: FederationFolder, nodes: Mapping[str, Sequence[str]], days: float = keys.VALID_DAYS
+) -> FederationFolder:
     config = folder.config
     for name, clients in nodes.items():
         if name in config["nodes"]:
             raise SettingError(f"{folder.path} has a node {name!r} already")
         place = folder.path / "nodes" / name
         keys.make_node_key(place, name)
+        keys.certify(folder.path / "ca", keys.load_node_key(place / "node.key")[1], name, place, days)
         (place / "ca.crt").write_bytes((folder.path / "server" / "ca.crt").read_bytes())
         address = f"{config['server']['host']}:{config['server']['port']}"
         files.write_toml(place / NODE_CONFIG, {"name": name, "server": address})
@@ -191,20 +202,21 @@ def _script(path: Path, words: Sequence[str]) -> None:
 
 
 def _readme(folder: FederationFolder) -> str:
-    nodes = ", ".join(folder.nodes)
     return f"""# Federation {folder.path.name}
 
 | folder | goes to | secret in it |
 |---|---|---|
 | `ca/` | nobody: keep it offline, it makes new certificates | `ca.key` |
-| `server/`, `federation.toml`, `nodes/*/node.pub` | the server's machine | `server.key`, `operator.token` |
-| `nodes/NAME/` | the machine of that node, and nowhere else | `node.key` |
+| `server/`, `federation.toml`, `nodes/*/node.pub` and `.crt` | the server's machine | `server.key`, the tokens |
+| `nodes/NAME/` | the machine of that node, and nowhere else | `node.key`, if it was made here |
 
-Copy a node's folder by a way that only its owner can read (scp, a USB stick), then delete `node.key` here.
-Everywhere: `pip install "coterie[flower]"`.
+Nodes make their own keys: `coterie federate join FOLDER NAME` at the node, `coterie federate sign DIR NAME.csr` here,
+and send `nodes/NAME/` back. Where `init --node` made the keys, copy `nodes/NAME/` by a way that only its owner can
+read, then delete `node.key` here. Everywhere: `pip install "coterie[flower]"`.
 
 1. On the server: `server/start.sh` (or `coterie federate server DIR`). Nodes must reach port {folder.port}.
-2. On each node ({nodes}): edit `start.sh` to name its table, then start it.
+2. On each node: write its policy (`coterie federate policy FOLDER --data TABLE ...`) and read it, edit `start.sh` to
+   name its table, then start it.
 3. On the server: `coterie federate run DIR --algorithm ditto --rounds 50`. Ctrl-C does not stop it; `coterie
    federate attach DIR` follows it again. The result is in `runs/`; each node's models are in its own `state/`.
 """
@@ -254,8 +266,21 @@ def serve(
         ready.set()
         log(f"ready: {len(folder.nodes)} nodes may connect to port {folder.port}")
 
+    for warning in membership.expiring(folder.path):
+        log(f"warning: {warning}")
+    membership.log(folder.path, what="server started", host=host, port=folder.port, insecure=insecure)
     threading.Thread(target=register, daemon=True).start()
-    flower_link.serve((folder.path / "server").resolve(), host, folder.port, folder.token, ready, insecure)
+    most = int(folder.config["server"].get("most_megabytes", MOST_BYTES >> 20)) << 20
+    flower_link.serve(
+        (folder.path / "server").resolve(),
+        host,
+        folder.port,
+        (folder.token, folder.observer),
+        ready,
+        Roster(folder.path.resolve()),
+        insecure,
+        most,
+    )
 
 
 def serve_node(
@@ -266,6 +291,7 @@ def serve_node(
     insecure: bool,
     log: Callable[[str], None],
     state: Path | None = None,
+    approve: bool = False,
 ) -> None:
     """Run a node: answer the server for as long as this process lives.
 
@@ -283,7 +309,11 @@ def serve_node(
         Receives messages about the connection.
     state
         Folder for the state of clients; by default `state` in the node's folder.
+    approve
+        Let every run wait for the owner's approval, whatever policy.toml says.
     """
+    policy = Policy.read(policy_path(folder))
+    policy = dataclasses.replace(policy, approve=policy.approve or approve)
     config = files.read_toml(folder / NODE_CONFIG)
     address = server or str(config["server"])
     host, _, port = address.rpartition(":")
@@ -294,10 +324,34 @@ def serve_node(
     state = keys.private_folder((folder / "state" if state is None else state).absolute())
     signal.signal(signal.SIGTERM, _leave)
     with only_one(state):
-        service = NodeService(source, state, client)
+        written = AuditLog(state / audit.FILE)
+        identity = Identity.read(folder, policy.members)
+        service = NodeService(source, state, client, policy=policy, audit=written, log=log, identity=identity)
         service.check()
+        certificate = folder / keys.CERTIFICATE
+        remedy = f"Renew it: coterie federate join {folder} --renew"
+        warning = keys.expiry_warning(certificate, remedy) if certificate.exists() else None
+        if warning:
+            log(f"warning: {warning}")
         authority = None if insecure else folder / "ca.crt"
         Link(address, folder / "node.key", authority, log).serve(service.answer)
+
+
+def policy_path(folder: Path) -> Path:
+    """Return the policy of a node; raise `SettingError` that says how to write one if there is none."""
+    path = folder / policies.FILE
+    if not path.exists():
+        raise SettingError(
+            f"{folder} has no {policies.FILE}, and a node answers nobody without one. Write it, and read it: coterie "
+            f"federate policy {folder} --data TABLE --client COLUMN --target COLUMN"
+        )
+    return path
+
+
+def require_new_policy(folder: Path) -> None:
+    """Raise `SettingError` if a node has a policy: only its owner changes it."""
+    if (folder / policies.FILE).exists():
+        raise SettingError(f"{folder / policies.FILE} exists already. Edit it, or remove it first.")
 
 
 def _leave(*signal_and_frame: object) -> None:
@@ -340,8 +394,7 @@ def start(
         Further fields of `JobRequest`.
     """
     name = name or f"{algorithm.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not NAME.fullmatch(name):
-        raise SettingError(f"--name {name!r}: use letters, digits, - and _ only")
+    require_name(name, "--name")
     load_flower()  # before anything is written
     out = (folder.path / "runs" / name).absolute()
     RunFolder.require_free(out)
@@ -354,6 +407,7 @@ def start(
         folder.nodes,
         **more,
     ).write(job)
+    membership.log(folder.path, what="run", job=name, algorithm=algorithm.name)
     submit(folder, [job], insecure)
     return job
 

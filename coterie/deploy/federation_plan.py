@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,23 @@ from typing import Any
 
 import torch
 
-from coterie._core.errors import DataError, RunError
+from coterie._core.errors import RunError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.data import federated
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, Statistics
+from coterie.data.split import split_sizes
 from coterie.data.table_source import TableSource
-from coterie.deploy import wire
+from coterie.deploy import descriptions, secure_statistics, wire
+from coterie.deploy.answers import explain
 from coterie.deploy.remote import PATIENCE, Place, RemoteRuntime, Setup
+from coterie.deploy.secure_sums import SumCaller
 from coterie.deploy.transport import Envelope, Late, NodeCaller
 from coterie.engine.build import encode_clusters
 from coterie.engine.federation import Federation
-from coterie.engine.from_table import SPLIT, default_model
+from coterie.engine.from_table import SPLIT, default_model, encoded
+from coterie.engine.privacy import Privacy
+from coterie.engine.private_statistics import SHARE
 from coterie.models.description import description, from_description
 from coterie.train.predict import fitted_to
 
@@ -42,12 +48,24 @@ class RunRequest:
         Shares of training, validation and test rows.
     l2 : float or None
         Ridge penalty of the model; None takes the default model of the task.
+    model : dict or None
+        Description of the model to train, if it is not linear.
+    proposal : dict or None
+        The algorithm, its settings and the rounds, which owners of nodes see before they approve a run.
+    secure : bool
+        Add the statistics of nodes up under masks.
+    privacy : dict or None
+        The budget of the run, of which the statistics take a share.
     """
 
     roles: Roles
     seed: int = 0
     split: tuple[float, float, float] = SPLIT
     l2: float | None = None
+    model: dict[str, Any] | None = None
+    proposal: dict[str, Any] | None = None
+    secure: bool = False
+    privacy: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,8 @@ class FederationPlan:
         Known clusters of the clients, where there are any.
     warnings : list of str
         Remarks about the tables.
+    rows : dict of str to list of int
+        Numbers of rows of each node's clients, which are fixed from then on.
     """
 
     run: str
@@ -81,6 +101,7 @@ class FederationPlan:
     clusters: list[int] | None
     cluster_names: list[str] | None
     warnings: list[str]
+    rows: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # told by nodes, in their own order
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -127,23 +148,29 @@ def survey(
     RunError
         No node answered.
     """
-    hello = {"kind": "hello", "run": run, "roles": request.roles.to_json()}
-    told = _told(caller, _greeted(caller, sorted(nodes), hello, patience))
+    answers = _greeted(caller, sorted(nodes), greeting(run, request), patience)
+    told = descriptions.agreed(_told(caller, answers), nodes, request.roles, caller.note)
     if not told:
         raise RunError(
             f"none of {len(nodes)} nodes answered within {patience:g} s. Start them with `coterie federate node`, and "
             "check their output."
         )
-    clients = {
-        name: told[name]["clients"] if name in told else list(federated.in_order(nodes[name]))
-        for name in sorted(nodes)
-    }
+    taken = {client for description in told.values() for client in description["clients"]}
+    clients = {name: description["clients"] for name, description in told.items()}
+    for name in sorted(nodes):
+        expected = [client for client in nodes[name] if client not in taken]
+        if isinstance(answers[name], Late):  # may join later; who was left out may not
+            clients[name] = list(federated.in_order(expected))
+    clients = dict(sorted(clients.items()))
     names = federated.client_order(clients)
     number = {name: k for k, name in enumerate(names)}
     ids = {node: [number[name] for name in mine] for node, mine in clients.items()}
     spec = federated.merge(told, request.roles)
-    preprocessor = Preprocessor.from_statistics(spec, _sums(caller, told, ids, request, spec))
-    model = fitted_to(default_model(spec.task, request.l2), preprocessor)
+    wanted = (
+        default_model(spec.task, request.l2) if request.model is None else from_description(request.model)
+    )
+    preprocessor, model = encoded(spec, _sums(caller, told, ids, request, spec, run), wanted)
+    model = fitted_to(model, preprocessor)
     codes, cluster_names = _clusters(told, clients, names, request.roles)
     return FederationPlan(
         run,
@@ -155,11 +182,26 @@ def survey(
         codes,
         cluster_names,
         list(spec.warnings),
+        {node: description["rows"] for node, description in told.items()},
     )
 
 
+def greeting(run: str, request: RunRequest) -> dict[str, Any]:
+    """Return the header of the first message of a run: what it will do, for nodes whose owners approve runs."""
+    header: dict[str, Any] = {"kind": "hello", "run": run, "roles": request.roles.to_json()}
+    if request.secure or request.privacy is not None:
+        header["secure"] = True
+    return header if request.proposal is None else {**header, "proposal": request.proposal}
+
+
 def connect(
-    caller: NodeCaller, plan: FederationPlan, algorithm: Algorithm, dropout: float = 0.0
+    caller: NodeCaller,
+    plan: FederationPlan,
+    algorithm: Algorithm,
+    dropout: float = 0.0,
+    *,
+    secure: bool = False,
+    privacy: Privacy | None = None,
 ) -> Federation:
     """Open a run on all nodes and return the federation of their clients.
 
@@ -173,6 +215,10 @@ def connect(
         The algorithm that the nodes are to run.
     dropout
         Probability with which a client is left out of a call, for experiments.
+    secure
+        Answers of nodes are only added up, under masks.
+    privacy
+        What the run may cost of the clients' privacy, with its number of rounds; nodes add the noise.
 
     Returns
     -------
@@ -187,12 +233,19 @@ def connect(
         "model": plan.model,
         "preprocessor": plan.preprocessor,
     }
-    setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings)
+    if secure:
+        settings["sums"] = {"secure": True}
+    if promised(privacy, secure) is not None:
+        assert privacy is not None
+        settings["privacy"] = {**privacy.to_json(), "clients": n}
+    hello = greeting(plan.run, request)
+    setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings, hello)
     places = []
     for name, mine in plan.nodes.items():
         ids = torch.tensor(mine, dtype=torch.long)
         own = [plan.names[k] for k in mine]
-        places.append(Place(name, ids, own, None if clusters is None else clusters[ids]))
+        told = torch.tensor(plan.rows[name]) if name in plan.rows else None
+        places.append(Place(name, ids, own, None if clusters is None else clusters[ids], told))
     remote = RemoteRuntime(caller, places, setup, n)
     rows = {split: torch.zeros(n, dtype=torch.long) for split in ("train", "validation", "test")}
     for ids, counts in remote.open(plan.nodes.keys(), max(caller.deadline, PATIENCE)):
@@ -200,8 +253,14 @@ def connect(
             rows[split][ids] = count
     if not any(place.here for place in remote.places):
         raise RunError("no node could open this run; the notes above say why")
+    paid = (
+        {}
+        if request.privacy is None
+        else {"paid": [SHARE * request.privacy[part] for part in ("epsilon", "delta")]}
+    )
     options = {
         **request.roles.to_json(),
+        **paid,
         "drop": list(request.roles.drop),
         "split": list(request.split),
         FEDERATED: True,
@@ -219,6 +278,13 @@ def connect(
         dropout=dropout,
         table=TableSource(options, Preprocessor.from_json(plan.preprocessor), plan.warnings),
     )
+
+
+def promised(privacy: Privacy | None, secure: bool) -> Privacy | None:
+    """Return what a run may cost; raise `SettingError` if nodes cannot keep that promise."""
+    if privacy is not None and privacy.unit == "client" and not secure:
+        raise SettingError("--epsilon for clients needs --secure, because nodes share the noise of a sum")
+    return privacy
 
 
 def _greeted(
@@ -242,56 +308,61 @@ def _told(caller: NodeCaller, answers: Mapping[str, wire.WireError | Envelope]) 
     """Return what the nodes told of themselves; leave out those whose answers cannot be read."""
     told = {}
     for name, envelope in answers.items():
-        if isinstance(envelope, wire.WireError):
-            caller.note(f"{name} is left out: {envelope}")
-        elif not _is_description(envelope[0].get("told")):
-            caller.note(f"{name} is left out: malformed description of its table")
-        else:
+        try:
+            if isinstance(envelope, wire.WireError):
+                raise envelope
+            descriptions.require(envelope[0].get("told"))
             told[name] = envelope[0]["told"]
+        except Exception as problem:
+            caller.note(f"{name} is left out: {explain(problem)}")
     return told
 
 
-def _is_description(told: Any) -> bool:
-    def texts(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-    return (
-        isinstance(told, dict)
-        and texts(told.get("clients"))
-        and len(told["clients"]) > 0
-        and isinstance(told.get("columns"), list)
-        and all(texts(column) and len(column) == 2 for column in told["columns"])
-        and (told.get("clusters") is None or (texts(told["clusters"])))
-        and isinstance(told.get("target"), dict)
-        and (told["target"].get("kind") == "quantity" or texts(told["target"].get("levels")))
-    )
-
-
 def _sums(
-    caller: NodeCaller, told: Mapping[str, Any], ids: Mapping[str, list[int]], request: RunRequest, spec: Any
+    caller: NodeCaller,
+    told: Mapping[str, Any],
+    ids: Mapping[str, list[int]],
+    request: RunRequest,
+    spec: Any,
+    run: str,
 ) -> Statistics:
     """Return the statistics of all training rows, added up in the order of the nodes."""
     header = {
         "kind": "statistics",
+        "run": run,
         "roles": request.roles.to_json(),
         "seed": request.seed,
         "split": list(request.split),
         "spec": {**dataclasses.asdict(spec), "warnings": []},
     }
     envelopes = {name: (header, {"ids": torch.tensor(ids[name])}) for name in told}
-    whole: Statistics | None = None
+    if request.secure or request.privacy is not None:
+        privacy = None if request.privacy is None else Privacy(**request.privacy)
+        sizes = [
+            split_sizes(torch.tensor(one["rows"]), request.split)["train"].sum() for one in told.values()
+        ]
+        sums = SumCaller(caller, run, request.secure)
+        found, doubts = secure_statistics.collect(sums, told, envelopes, int(sum(sizes)), spec, privacy)
+        spec.warnings.extend(doubts)
+        return found
+    parts: dict[str, Statistics] = {}
     for name, envelope in sorted(caller.ask(envelopes, max(caller.deadline, PATIENCE)).items()):
         try:
             if isinstance(envelope, wire.WireError):
                 raise envelope
-            part = federated.statistics_from_json(envelope[0].get("statistics") or {}, spec)
-        except (wire.WireError, DataError) as problem:
-            caller.note(f"{name} is left out of the shared encoding: {problem}")
-            continue
-        whole = part if whole is None else whole.merge(part)
-    if whole is None:
+            found = federated.statistics_from_json(envelope[0].get("statistics") or {}, spec)
+            sizes = split_sizes(torch.tensor(told[name]["rows"]), request.split)["train"].tolist()
+            own = dict(zip(told[name]["clients"], sizes, strict=True))
+            descriptions.require_statistics(found, own)
+            parts[name] = found
+        except Exception as problem:
+            caller.note(f"{name} is left out of the shared encoding: {explain(problem)}")
+    for name, why in descriptions.implausible(parts).items():
+        caller.note(f"{name} is left out of the shared encoding: {why}")
+        del parts[name]
+    if not parts:
         raise RunError("no node sent the statistics for the shared encoding; the notes above say why")
-    return whole
+    return functools.reduce(Statistics.merge, parts.values())
 
 
 def _clusters(

@@ -19,11 +19,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from coterie._core.errors import RunError
-from coterie.deploy import keys
-from coterie.deploy.flower_link import OPERATOR_HEADER, leave_with_parent
+from coterie.deploy import audit, keys
+from coterie.deploy.audit import AuditLog
+from coterie.deploy.flower_link import leave_with_parent
 from coterie.deploy.flower_node import BYTES, KIND, PARCEL, content, pulled, reply_to
+from coterie.deploy.gate import OPERATOR_HEADER
 from coterie.deploy.job import work
 from coterie.deploy.node_service import NodeService
+from coterie.deploy.policy import Policy
 from coterie.deploy.transport import Undelivered
 
 http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")  # one of its names is replaced
@@ -55,7 +58,9 @@ def query(message: Message, context: Context) -> Message:
     """Answer one message in its own process, as Flower's SuperNode runs it; `coterie federate node` does not."""
     config = context.node_config
     who = str(config["client"]) if config.get("client") else None
-    service = NodeService(str(config["data"]), Path(str(config["state"])), who)
+    state = Path(str(config["state"]))
+    policy, log = Policy.read(Path(str(config["policy"]))), AuditLog(state / audit.FILE)
+    service = NodeService(str(config["data"]), state, who, policy=policy, audit=log)
     reply: Message = reply_to(message, service.answer(content(message)))
     return reply
 
@@ -138,14 +143,16 @@ class Operator:
         self.address, self.token, self.authority = address, token, authority
 
     def register(self, public_keys: Mapping[str, Path]) -> None:
-        """Register the public keys of nodes; keys that are registered already are left alone."""
+        """Register the public keys of nodes, and remove keys that are no longer among them."""
         import httpx
-        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
+        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 
         with self._control() as control:
-            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
-            for name, path in public_keys.items():
-                key = keys.public_bytes(path)
+            known = {node.public_key: node for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            wanted = {keys.public_bytes(path): name for name, path in public_keys.items()}
+            for key in known.keys() - wanted.keys():
+                control.UnregisterNode(UnregisterNodeRequest(node_id=known[key].node_id))
+            for key, name in wanted.items():
                 if key not in known:
                     try:
                         control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
@@ -170,6 +177,13 @@ class Operator:
         if not response.HasField("run_id"):
             raise RunError("the SuperLink did not start the run")
         return int(response.run_id)
+
+    def nodes(self) -> dict[str, str]:
+        """Return the state of every registered node by name, such as "online"."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        with self._control() as control:
+            return {node.name: str(node.status) for node in control.ListNodes(ListNodesRequest()).nodes_info}
 
     def stop(self, number: int) -> None:
         """Stop a run."""

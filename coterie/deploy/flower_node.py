@@ -84,11 +84,11 @@ class Link:
             raise missing(problem) from None
         private, public = keys.load_node_key(self.key)
         version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
-        client = FleetHttpClient.from_server_address(
-            self.address,
-            self.authority is None,
-            None if self.authority is None else self.authority.read_bytes(),
+        tls = None if self.authority is None else keys.tls_context(self.authority, self.key)
+        client = FleetHttpClient(
+            f"{'http' if tls is None else 'https'}://{self.address}",
             interceptors=[version, NodeAuthHttpInterceptor(private, public)],
+            verify=False if tls is None else tls,
         )
         with client:
             fleet = Fleet(client, _public(public), self.key.parent / NODE_ID)

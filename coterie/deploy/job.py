@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 import coterie
 from coterie._core import files
 from coterie._core.errors import CoterieError
+from coterie._core.printable import printable
 from coterie.algorithms import make
 from coterie.data.federated import Roles
-from coterie.deploy import keys
+from coterie.deploy import audit, keys
+from coterie.deploy.audit import AuditLog
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.transport import NodeCaller
+from coterie.models.description import description
 from coterie.report.tables import run_notes, run_summary, run_table
 from coterie.train.fit import fit, resume
+from coterie.train.private import IN_PLAN, from_plan
 
 if TYPE_CHECKING:
     from coterie.deploy.transport import Transport
@@ -55,6 +59,8 @@ class JobRequest:
         Seconds to wait for nodes at the start.
     run : str
         Identifier of the run; made when the request is written.
+    secure : bool
+        Add answers of nodes up under masks.
     """
 
     out: str  # the run folder
@@ -67,6 +73,7 @@ class JobRequest:
     deadline: float = 60.0
     patience: float = 60.0
     run: str = ""
+    secure: bool = False
 
     @classmethod
     def read(cls, job: Path) -> JobRequest:
@@ -94,7 +101,8 @@ class Reporter:
     def note(self, text: str) -> None:
         """Add a line to the notes."""
         with open(self.job / NOTES, "a", encoding="utf-8") as stream:
-            stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            for line in text.splitlines():
+                stream.write(f"{time.strftime('%H:%M:%S')} {printable(line, 1000)}\n")
 
 
 def work(job: Path, transport: Transport) -> None:
@@ -103,7 +111,12 @@ def work(job: Path, transport: Transport) -> None:
     reporter = Reporter(job, request.plan["rounds"])
     try:
         reporter.state("gathering")
-        _work(job, request, reporter, NodeCaller(transport, request.deadline, reporter.note))
+        log = AuditLog(job / audit.FILE, sync=False)
+        caller = NodeCaller(transport, request.deadline, reporter.note)
+        authority = job.parents[1] / "server" / keys.CA_CERTIFICATE
+        caller.authority = authority.read_text(encoding="ascii") if authority.exists() else None
+        caller.audit = lambda node, entry: _write(log, node, entry)
+        _work(job, request, reporter, caller)
     except CoterieError as problem:
         reporter.note(str(problem))
         reporter.state("failed", error=str(problem))
@@ -113,19 +126,35 @@ def work(job: Path, transport: Transport) -> None:
         raise
 
 
+def _write(log: AuditLog, node: str, entry: dict[str, Any]) -> None:
+    log.write(node=node, **entry)
+
+
 def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller) -> None:
     algorithm = make(request.algorithm["name"], **request.algorithm["settings"])
     out = Path(request.out)
-    known = job / "plan.json"
+    known, privacy = job / "plan.json", from_plan(request.plan)
     if known.exists():
         plan = FederationPlan.from_json(files.read_json(known))
     else:
-        wishes = RunRequest(Roles.from_json(request.roles), request.seed, l2=request.l2)
+        own = algorithm.own_model(request.plan["rounds"])
+        model = None if own is None else description(own)
+        proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
+        roles = Roles.from_json(request.roles)
+        wishes = RunRequest(
+            roles,
+            request.seed,
+            l2=request.l2,
+            model=model,
+            proposal=proposal,
+            secure=request.secure,
+            privacy=None if privacy is None else privacy.to_json(),
+        )
         plan = survey(caller, request.nodes, wishes, request.run, request.patience)
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:
         reporter.note(warning)
-    fed = connect(caller, plan, algorithm)
+    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():
         _finish_again(fed, out, reporter)
@@ -139,7 +168,8 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if (out / "config.toml").exists():
         run = resume(out, fed, watch=watch)
     else:
-        run = fit(fed, algorithm, out=out, watch=watch, **request.plan)
+        options = {name: value for name, value in request.plan.items() if name not in IN_PLAN}
+        run = fit(fed, algorithm, out=out, watch=watch, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)
     if len(done) < len(plan.nodes):

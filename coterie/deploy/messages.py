@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.deploy import wire
 from coterie.engine.compressors import compressor
 from coterie.engine.encoding import Encoded, encoding_keys
@@ -19,12 +19,8 @@ from coterie.models.metrics import Metric, resolve
 
 @functools.cache
 def phases(algorithm: type[FederatedAlgorithm]) -> frozenset[str]:
-    """Return what a node may run of an algorithm: public methods whose first argument is the client."""
-    return frozenset(
-        name
-        for name, method in inspect.getmembers(algorithm, inspect.isfunction)
-        if not name.startswith("_") and list(inspect.signature(method).parameters)[1:2] == ["client"]
-    )
+    """Return what a node may run of an algorithm: the phases of which it says what they reveal."""
+    return frozenset({"deploy", *algorithm.reveals, *(["begin"] if algorithm.begin is not None else [])})
 
 
 def ask(
@@ -132,7 +128,10 @@ def run(
 
 def named_metrics(runtime: LocalRuntime, header: dict[str, Any]) -> list[Metric]:
     """Return the metrics that a message names, from this process's registry."""
-    return [resolve(str(name), runtime.model.task) for name in header["metrics"]]
+    try:
+        return [resolve(str(name), runtime.model.task) for name in header["metrics"]]
+    except SettingError as problem:
+        raise wire.WireError(str(problem)) from None
 
 
 def unpack(

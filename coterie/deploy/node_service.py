@@ -6,11 +6,13 @@ algorithm, its phases.
 
 from __future__ import annotations
 
+import datetime
 import functools
+import hashlib
 import json
-import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,14 +22,23 @@ from torch import Tensor
 import coterie
 from coterie._core import files
 from coterie._core.errors import CoterieError, DataError
+from coterie._core.printable import printable
 from coterie.algorithms import Algorithm, make
 from coterie.data import bundled, federated, tables
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
-from coterie.data.tables import TableSpec
-from coterie.deploy import messages, wire
+from coterie.data.table_spec import TableSpec
+from coterie.deploy import disclosure, messages, secure_statistics, wire
+from coterie.deploy.audit import AuditError, AuditLog
 from coterie.deploy.client_state import CallId, ClientStateFiles
+from coterie.deploy.guard import RUN, Guard, Pending, Refusal
+from coterie.deploy.identity import Identity
+from coterie.deploy.node_masks import KINDS as MASK_KINDS
+from coterie.deploy.node_masks import NodeMasks
+from coterie.deploy.node_privacy import NodePrivacy
+from coterie.deploy.policy import TRUSTING, Policy
+from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.build import make_runtime
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.description import description, from_description
@@ -37,10 +48,11 @@ if TYPE_CHECKING:
 
 Message = tuple[dict[str, Any], dict[str, Tensor]]
 REMEMBERED = 10_000  # messages whose repetition is noticed
+MOST_OPEN = 4  # runs whose rows are in memory; others are read from disk when they are asked for
 
 
 class NodeService:
-    """Answers the server's messages with what the node's own clients compute.
+    """Answers the server's messages with what the node's own clients compute, as far as the policy allows.
 
     Parameters
     ----------
@@ -52,6 +64,15 @@ class NodeService:
         Whose rows these are, where the table has no client column.
     make_algorithm
         Makes an algorithm from its name and settings; by default one that is installed.
+    policy
+        What may be answered. The default trusts the server, for simulations and tests; `coterie federate node` always
+        passes the policy of the node's owner.
+    audit
+        Log of what leaves, written before it leaves; None keeps none.
+    log
+        Receives, for the owner's eyes only, why a message was not answered.
+    identity
+        Signs what this node says to other nodes, and checks what they say; None for tests.
     """
 
     def __init__(
@@ -60,6 +81,10 @@ class NodeService:
         state: Path,
         client: str | None = None,
         make_algorithm: Callable[..., Algorithm] = make,
+        policy: Policy = TRUSTING,
+        audit: AuditLog | None = None,
+        log: Callable[[str], None] = lambda text: None,
+        identity: Identity | None = None,
     ) -> None:
         self.source, self.client, self.state = bundled.resolve(source), client, state
         self.source_name = str(self.source) if isinstance(self.source, str | Path) else "the table"
@@ -68,58 +93,115 @@ class NodeService:
         self.seen: deque[str] = deque(maxlen=REMEMBERED)
         self._frames: dict[Roles, Any] = {}
         self._raw: Any = None
+        self.policy, self.audit, self.log = policy, audit, log
+        self.guard = Guard(policy, state, audit)
+        self.identity = identity
+        self.masks: dict[str, NodeMasks] = {}
 
     def check(self) -> int:
         """Read the table before the server asks, to report problems early; return its number of rows."""
         self._raw = tables.read(self.source)
+        if self.policy.roles is not None:
+            return int(self.rows(self.policy.roles).height)
         return int(self._raw.height)
 
     def answer(self, message: bytes) -> bytes:
         """Return the answer to a message.
 
-        There is always one: a failure is in its `error`, with a `code` where the server can act on it.
+        There is always one: a failure is in its `error`, with a `code` where the server can act on it. The text of an
+        error names rules and what the message said, never a row; the owner's log has the rest.
         """
         nonce: Any = None
+        entry: dict[str, Any] = {}
         try:
             header, tensors = wire.decode(message)
-            nonce = header.get("nonce")
-            self._require_new(nonce)
+            nonce = self._new_nonce(header)
+            at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            self.guard.admit(header, tensors, at, entry)
             kind = header.get("kind")
             if kind not in self.KINDS:
                 raise wire.WireError(f"unknown request {kind!r}")
             with torch.no_grad():
                 reply, values = self.KINDS[kind](self, header, tensors)
-            return wire.encode({**reply, "nonce": nonce}, values)
+            head = {} if self.audit is None else {"audit": self.audit.head}
+            answer = wire.encode({**reply, **head, "nonce": nonce}, values)
+            self._write_down(entry, answer)
+            return answer
+        except AuditError as problem:
+            self.log(f"nothing leaves: {problem}")
+            return self._failure(
+                nonce, "this node cannot write its audit log, so nothing leaves it", "failed"
+            )
+        except Pending as problem:
+            return self._refused(entry, nonce, str(problem), "pending")
         except Forgotten as problem:
-            return wire.encode({"nonce": nonce, "error": str(problem), "code": "forgot"}, {})
-        except CoterieError as problem:
-            return wire.encode({"nonce": nonce, "error": str(problem), "code": "refused"}, {})
+            return self._refused(entry, nonce, str(problem), "forgot")
+        except (Refusal, wire.WireError) as problem:
+            return self._refused(entry, nonce, str(problem), "refused")
         except Exception as problem:
-            text = f"{type(problem).__name__}: {problem}"
-            return wire.encode({"nonce": nonce, "error": text, "code": "failed"}, {})
+            self.log(f"a message could not be answered: {type(problem).__name__}: {problem}")
+            text = f"this node could not answer ({type(problem).__name__}); its own log says why"
+            return self._refused(
+                entry, nonce, text, "refused" if isinstance(problem, CoterieError) else "failed"
+            )
 
-    def _require_new(self, nonce: Any) -> None:
-        if not isinstance(nonce, str) or not nonce:
+    def _failure(self, nonce: Any, text: str, code: str) -> bytes:
+        return wire.encode({"nonce": nonce, "error": printable(text), "code": code}, {})
+
+    def _refused(self, entry: dict[str, Any], nonce: Any, text: str, code: str) -> bytes:
+        answer = self._failure(nonce, text, code)
+        try:
+            if entry:
+                self._write_down({**entry, "refused": text}, answer)
+        except AuditError as problem:
+            self.log(str(problem))
+        return answer
+
+    def _write_down(self, entry: dict[str, Any], answer: bytes) -> None:
+        """Write to the audit log what is about to leave."""
+        if self.audit is not None:
+            digest = hashlib.sha256(answer).hexdigest()
+            self.audit.write(**{**entry, "at": entry["at"]}, bytes=len(answer), sha256=digest)
+
+    def _new_nonce(self, header: dict[str, Any]) -> str:
+        nonce = header.get("nonce")
+        if not isinstance(nonce, str) or not nonce or len(nonce) > 64:
             raise wire.WireError("message rejected: missing nonce")
         if nonce in self.seen:
             raise wire.WireError("message rejected: nonce already used")
         self.seen.append(nonce)
+        return nonce
 
     def hello(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Return names and sizes of clients and kinds of columns."""
         roles = Roles.from_json(header["roles"])
         told = federated.describe(self.rows(roles), roles, self.source_name)
+        told = disclosure.facts(self.policy, told)
+        if header.get("secure") or self.policy.secure:
+            told = disclosure.in_words(self.policy, told, self.rows(roles), roles)
         run = header.get("run")
         knows = isinstance(run, str) and (run in self.runs or (self._folder(run) / SETUP).exists())
         return {"told": told, "knows": knows, "coterie": coterie.__version__}, {}
 
     def statistics(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Return sums over the training rows, for the shared encoding."""
+        import polars as pl
+
         roles, spec = Roles.from_json(header["roles"]), _spec(header["spec"])
         frame, _, counts = tables.by_client(self.rows(roles), roles.client)
         part = split_rows(torch.tensor(counts), _fractions(header["split"]), header["seed"], tensors["ids"])
         frame = _with_columns(frame, spec, self.source_name)
+        if "about" in header:
+            about = header["about"]
+            if set(about["columns"]) | set(about.get("centres", ())) > {*spec.numeric, spec.target}:
+                raise Refusal("statistics of columns that the run does not use")
+            folder = self._folder(str(header.get("run")))
+            masks, train = self.masks_of(str(header.get("run"))), frame[part.train.order.numpy()]
+            hidden = [name for name in self.policy.encoding if name in train.columns]
+            train = train.with_columns(pl.lit(None).alias(name) for name in hidden)
+            return secure_statistics.answer(header, train, roles.client, folder, masks)
         sums = local_statistics(frame[part.train.order.numpy()], spec)
+        sums = disclosure.statistics(self.policy, sums, frame[part.train.order.numpy()])
         return {"statistics": federated.statistics_to_json(sums)}, {}
 
     def open(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
@@ -130,10 +212,8 @@ class NodeService:
         files.write_tensors(folder / SETUP, tensors, settings)
         opened = OpenRun(self, folder)
         if opened.names != header["clients"]:
-            raise DataError(
-                f"{self.source_name}: its clients are not those that the federation lists for this node"
-            )
-        self.runs[run] = opened
+            raise Refusal("the clients of this node are not those that the federation lists for it")
+        self._remember(run, opened)
         return {}, {f"rows.{split}": rows.size for split, rows in opened.runtime.splits.items()}
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
@@ -152,6 +232,14 @@ class NodeService:
         """Write the models of a finished run for use."""
         return self.run(header).finish(header, tensors)
 
+    def sums(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in a sum of answers that nodes hold."""
+        return self.run(header).sum(header, tensors)
+
+    def mask(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Prepare a sum under masks with the other nodes, or help to take the masks off it."""
+        return self.masks_of(str(header.get("run"))).answer(header)
+
     KINDS: ClassVar[dict[str, Callable[[NodeService, dict[str, Any], dict[str, Tensor]], Message]]] = {
         "hello": hello,
         "statistics": statistics,
@@ -160,7 +248,18 @@ class NodeService:
         "deploy": deploy,
         "score": score,
         "finish": finish,
+        "sum": sums,
+        **dict.fromkeys(MASK_KINDS, mask),
     }
+
+    def masks_of(self, run: str) -> NodeMasks:
+        """Return this node's keys for the sums of a run."""
+        if run not in self.masks:
+            self._folder(run)  # the name is one
+            self.masks[run] = NodeMasks(run, self.identity, self.policy.least_nodes)
+            while len(self.masks) > MOST_OPEN:
+                del self.masks[next(iter(self.masks))]
+        return self.masks[run]
 
     def run(self, header: dict[str, Any]) -> OpenRun:
         """Return the run that a message is about, from memory or from disk."""
@@ -169,19 +268,26 @@ class NodeService:
             folder = self._folder(run)
             if not (folder / SETUP).exists():
                 raise Forgotten(f"unknown run {run!r}")
-            self.runs[run] = OpenRun(self, folder)
+            self._remember(run, OpenRun(self, folder))
         return self.runs[run]
 
+    def _remember(self, run: str, opened: OpenRun) -> None:
+        self.runs[run] = opened
+        while len(self.runs) > MOST_OPEN:
+            del self.runs[next(iter(self.runs))]
+
     def rows(self, roles: Roles) -> Any:
-        """Return the rows of this node's clients."""
+        """Return the rows of this node's clients: the columns that the policy offers, of clients with enough rows."""
         if roles not in self._frames:
             if self._raw is None:
                 self._raw = tables.read(self.source)
-            self._frames[roles] = federated.own_rows(self._raw, roles, self.client, self.source_name)
+            rows = federated.own_rows(self._raw, roles, self.client, self.source_name)
+            self._frames.clear()
+            self._frames[roles] = disclosure.offered(self.policy, rows, roles, self.source_name, self.log)
         return self._frames[roles]
 
     def _folder(self, run: str) -> Path:
-        if not re.fullmatch(r"[a-z0-9]{8,64}", run):
+        if not RUN.fullmatch(run):
             raise wire.WireError(f"invalid run name {run!r}")
         return self.state / run
 
@@ -205,28 +311,49 @@ class OpenRun:
         self.preprocessor = Preprocessor.from_json(setup["preprocessor"])
         frame, self.names, counts = tables.by_client(service.rows(roles), roles.client)
         if len(self.names) != len(tensors["ids"]):
-            raise DataError(
-                f"{service.source_name} has {len(self.names)} clients; it had {len(tensors['ids'])} when the run began"
-            )
+            raise Refusal(f"this node has {len(self.names)} clients; the run lists {len(tensors['ids'])}")
         frame = _with_columns(frame, self.preprocessor.spec, service.source_name)
+        if service.policy.min_rows_per_statistic > 1:
+            part = split_rows(
+                torch.tensor(counts), _fractions(settings["split"]), settings["seed"], tensors["ids"]
+            )
+            frame = disclosure.without_rare(service.policy, frame, part.train.order, self.preprocessor.spec)
+        self.guard = service.guard
         self.runtime = _runtime(self.preprocessor, frame, counts, settings, tensors)
         self.state_files = ClientStateFiles(folder / "states")
         self.current: CallId | None = None  # the state that is in memory
+        self.privacy = NodePrivacy.of(folder, setup, self.runtime, self.algorithm)
+        masks = service.masks_of(str(settings["run"]))
+        self.sums = NodeSums.of(self.runtime, self.algorithm, setup, masks, self.privacy)
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
+        reveals = self.guard.require_phase(self.algorithm, str(header["phase"]), bool(header["split"]))
         self._go_to(_stamp(header["since"]))
         before = self.runtime.store.writes
         stamp: CallId | None = self.current
         self.current = (-1, -1)  # in between, should the phase fail
-        reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        with nullcontext() if self.privacy is None else self.privacy.paying(header, tensors):
+            reply, values = messages.run(self.runtime, self.algorithm, header, tensors)
+        if self.sums is not None:
+            reply, values = self.sums.hold(header, tensors, (reply, values))
         if self.runtime.store.writes > before:
             stamp = (int(header["round"]), int(header["call"]))
             self.state_files.save(stamp, self.runtime.snapshot())
             if header.get("floor"):
                 self.state_files.prune(_stamp(header["floor"]) or stamp)
         self.current = stamp
+        if reveals == "nothing" and values.keys() - {"good"}:
+            raise Refusal(f"{self.algorithm.name}'s {header['phase']} says it sends nothing, but does")
+        if header["split"]:
+            values = self._enough(values, str(header["split"]), tensors.get("at"))
         return {**reply, "at": stamp}, values
+
+    def sum(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in a sum of what the last call returned."""
+        if self.sums is None:
+            raise wire.WireError("message rejected: this run has no sums")
+        return self.sums.answer(header)
 
     def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Store the models of these clients under the round they belong to."""
@@ -245,10 +372,11 @@ class OpenRun:
         models = self.models(int(header["round"]))
         missing = torch.isnan(models).any(-1, keepdim=True)
         scores = self.runtime.score(models.nan_to_num(), header["split"], metrics)
-        return {}, {
+        sums = {
             f"value.{name}": value if name == "rows" else torch.where(missing, torch.nan, value)
             for name, value in scores.items()
         }
+        return {}, self._enough(sums, header["split"], None)
 
     def finish(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Write this node's models where `coterie predict` finds them; remove states and other models."""
@@ -270,19 +398,23 @@ class OpenRun:
                 "preprocessor": self.preprocessor.to_json(),
             },
         )
-        files.write_toml(
-            target / "config.toml",
-            {
-                "coterie": coterie.__version__,
-                "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
-                "plan": {"federated": True},
-                "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
-            },
-        )
+        config = {
+            "coterie": coterie.__version__,
+            "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
+            "plan": {"federated": True},
+            "federation": {"run": self.settings["run"], "seed": self.settings["seed"]},
+        }
+        files.seal(target, "config.toml", files.as_toml(config))
         self.state_files.clear()
+        if self.privacy is not None:
+            self.privacy.finish()
         for old in (self.folder / "models").glob("*.safetensors"):
             old.unlink(missing_ok=True)
         return {"models": len(own)}, {}
+
+    def _enough(self, values: dict[str, Tensor], split: str, at: Tensor | None) -> dict[str, Tensor]:
+        rows = self.runtime.splits[split].size
+        return disclosure.scores(self.guard.policy, values, rows if at is None else rows[at])
 
     def _go_to(self, stamp: CallId | None) -> None:
         if stamp == self.current:

@@ -17,7 +17,20 @@ import torch
 from torch import Tensor
 
 from coterie.deploy import messages, wire
-from coterie.deploy.answers import CallId, Reply, are_counts, check, usable, usual_shape, words
+from coterie.deploy.answers import (
+    LARGE,
+    TOO_LARGE,
+    CallId,
+    Reply,
+    check,
+    excess,
+    explain,
+    require_counts,
+    usable,
+    usual_shape,
+    words,
+)
+from coterie.deploy.secure_sums import RemoteHeld, SumCaller
 from coterie.deploy.transport import Envelope, Forgot, Late, NodeCaller
 from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Visits
 from coterie.engine.state import State
@@ -43,8 +56,8 @@ class Place:
         Their names, in the same order.
     clusters : Tensor or None
         Their known clusters.
-    known : bool
-        Whether the sizes of its clients are known.
+    told, counts
+        Numbers of rows of its clients, in all and by split. They are fixed when they are first known.
     here : bool
         Whether the node takes part at present.
     stamp, floor : tuple of int or None
@@ -57,7 +70,8 @@ class Place:
     ids: Tensor
     clients: list[str]  # their names, in the order of `ids`, which is the node's own
     clusters: Tensor | None = None
-    known: bool = False  # whether the sizes of its clients are known
+    told: Tensor | None = None  # numbers of rows of its clients, as the node told them at the start
+    counts: dict[str, Tensor] | None = None  # the same by split, fixed when it opened the run
     here: bool = False
     stamp: CallId | None = None
     floor: CallId | None = None
@@ -75,6 +89,7 @@ class Setup:
     split: tuple[float, float, float]
     model: Model
     settings: dict[str, Any]  # algorithm, model description, preprocessor
+    hello: dict[str, Any]  # header of a greeting
 
     def header(self) -> dict[str, Any]:
         """Return the header of the message that opens the run on a node."""
@@ -107,21 +122,39 @@ class RemoteRuntime(Runtime):
 
     def __init__(self, caller: NodeCaller, places: list[Place], setup: Setup, n: int) -> None:
         self.caller, self.places, self.setup, self.n = caller, places, setup, n
+        self.train_rows = torch.zeros(n, 1, dtype=torch.float64)  # training rows of each client
         self.place = torch.full((n,), -1)
         self.position = torch.zeros(n, dtype=torch.long)
         for k, place in enumerate(places):
             self.place[place.ids] = k
             self.position[place.ids] = torch.arange(len(place.ids))
         self._shapes: dict[str, Any] = {}
+        self._noted: set[tuple[str, int]] = set()
+        sums = setup.settings.get("sums")
+        self.sums = None if sums is None else SumCaller(caller, setup.run, bool(sums["secure"]))
 
     def fresh(self, seed: int | None = None) -> RemoteRuntime:
         """Return the same nodes with no state kept; the nodes' seed stays that of the run."""
         places = [replace(place, stamp=None, floor=None) for place in self.places]
-        return RemoteRuntime(self.caller, places, self.setup, self.n)
+        runtime = RemoteRuntime(self.caller, places, self.setup, self.n)
+        runtime.train_rows = self.train_rows
+        return runtime
 
     def run(self, call: Call, visits: Visits) -> Answer:
         """Run a phase on the nodes of these clients."""
-        return self._ask("call", call, visits, None, lasting=True)
+        answer = self._ask("call", call, visits, None, lasting=True)
+        return answer if self.sums is None else self._held(call, visits, answer)
+
+    def _held(self, call: Call, visits: Visits, answer: Answer) -> Answer:
+        """Return an answer whose values the nodes hold until a sum of them is asked for."""
+        assert self.sums is not None
+        asked = torch.arange(self.n) if visits.at is None else visits.at
+        came = asked if answer.came is None else asked[answer.came]
+        fine = came if answer.good is None else came[answer.good]
+        ids = {
+            self.places[k].name: fine[self.place[fine] == k] for k in sorted(set(self.place[fine].tolist()))
+        }
+        return replace(answer, held=RemoteHeld(self.sums, call, ids, self.train_rows))
 
     def evaluate(
         self,
@@ -134,7 +167,15 @@ class RemoteRuntime(Runtime):
         """Return sums of metrics; a client whose node is away has NaN."""
         answer = self._ask("call", call, visits, welcome, split=split, metrics=metrics)
         asked = torch.arange(self.n) if visits.at is None else visits.at
-        return Answer(self._in_range(self._filled(answer, len(asked), metrics), metrics, asked))
+        filled = self._filled(answer, len(asked), metrics)
+        where = self.place[asked]
+        for k in where.unique().tolist():
+            mine = (where == k) & (filled["rows"].squeeze(-1) != 0)
+            at = self.position[asked[mine]]
+            if not self._counts_fit(self.places[k], split, filled["rows"][mine], at):
+                for name in filled:
+                    filled[name][mine] = 0.0 if name == "rows" else torch.nan
+        return Answer(self._in_range(filled, metrics, asked))
 
     def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
         """Let every node store its models; the answer is the round, or -1 where a node is away."""
@@ -158,7 +199,10 @@ class RemoteRuntime(Runtime):
             if isinstance(reply, wire.WireError):
                 self._lose(place, reply)
                 continue
-            for metric, value in messages.under("value.", reply[1]).items():
+            sums = messages.under("value.", reply[1])
+            if not self._counts_fit(place, split, sums.get("rows"), torch.arange(len(place.ids))):
+                continue
+            for metric, value in sums.items():
                 if metric in parts and value.shape == parts[metric][place.ids].shape:
                     parts[metric][place.ids] = value.to(torch.float64)
         return self._in_range(parts, metrics, torch.arange(self.n))
@@ -222,14 +266,17 @@ class RemoteRuntime(Runtime):
                 self._lose(place, reply)
                 continue
             rows = messages.under("rows.", reply[1])
-            if not are_counts(rows, len(place.ids)):
-                self._lose(place, wire.WireError("malformed row counts"))
+            try:
+                require_counts(rows, len(place.ids), place.told, self.setup.split)
+            except Exception as problem:
+                self._lose(place, wire.WireError(explain(problem)))
                 continue
             place.here = True
             self.caller.away.discard(place.name)
-            if not place.known:
-                place.known = True
+            if place.counts is None:
+                place.counts, place.told = rows, rows["train"] + rows["validation"] + rows["test"]
                 found.append((place.ids, rows))
+                self.train_rows[place.ids] = rows["train"].double().unsqueeze(-1)
         return found
 
     def begin_round(self, t: int, state: State | None) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -255,9 +302,8 @@ class RemoteRuntime(Runtime):
     def _greet(self, away: list[Place]) -> None:
         now = time.monotonic()
         stale = [place for place in away if place.greeting is None or now - place.greeted > HELLO_LASTS]
-        header = {"kind": "hello", "run": self.setup.run, "roles": self.setup.roles}
         envelopes = {
-            place.name: wire.encode({**header, "nonce": secrets.token_hex(12)}, {})
+            place.name: wire.encode({**self.setup.hello, "nonce": secrets.token_hex(12)}, {})
             for place in stale
             if now - place.greeted > 1.0
         }
@@ -330,7 +376,7 @@ class RemoteRuntime(Runtime):
         if lasting:
             for name, reply in good.items():
                 self._named(name).stamp = reply.stamp
-        return self._joined_up(call, visits, asked, mine, good, why, forgot)
+        return self._joined_up(call, visits, asked, mine, good, why, forgot, bool(metrics))
 
     def _sorted_out(
         self,
@@ -343,7 +389,8 @@ class RemoteRuntime(Runtime):
         """Return the replies that can be used, and what is wrong with the others."""
         good: dict[str, Reply] = {}
         bad: dict[str, wire.WireError] = {}
-        d, sums = self.setup.model.d, sum(self._widths(metrics).values())
+        model, sums = self.setup.model, sum(self._widths(metrics).values())
+        held = self.sums is not None and kind == "call" and not metrics
         for name, envelope in answers.items():
             visits, since = len(mine[name]), self._named(name).stamp
             try:
@@ -352,13 +399,16 @@ class RemoteRuntime(Runtime):
                 if kind == "deploy":
                     good[name] = Reply(visits, {}, None, {}, since)
                 else:
-                    good[name] = check(envelope, call, visits, since, d, sums)
+                    good[name] = check(envelope, call, visits, since, model, sums, held)
             except wire.WireError as problem:
                 bad[name] = problem
-        if good:
+            except Exception as problem:
+                bad[name] = wire.WireError(f"reply rejected: {explain(problem)}")
+        if good and not held:
             key = f"{call.phase}/{kind}/{','.join(metric.name for metric in metrics)}"
-            usual = usual_shape(list(good.values()), call, d, bool(metrics), self._shapes.get(key))
-            self._shapes[key] = usual
+            usual = usual_shape(list(good.values()), call, model, bool(metrics), self._shapes.get(key))
+            if sum(reply.shape() == usual for reply in good.values()) > 1:  # one node alone fixes nothing
+                self._shapes[key] = usual
             for name in [name for name, reply in good.items() if reply.shape() != usual]:
                 shape = words(good.pop(name).shape())
                 bad[name] = wire.WireError(
@@ -375,6 +425,7 @@ class RemoteRuntime(Runtime):
         good: dict[str, Reply],
         why: dict[int, str],
         forgot: list[Tensor],
+        scores: bool,
     ) -> Answer:
         """Return the rows of all replies in the order of the visits."""
         gone = torch.cat(forgot) if forgot else None
@@ -389,9 +440,12 @@ class RemoteRuntime(Runtime):
         encoded = next(iter(good.values())).encoded
         nth = None if visits.nth is None else visits.nth[came]
         unpacked = messages.unpack(self.setup.seed, call, asked[came], nth, named, encoded)
-        mask = torch.cat([reply.mask() for reply in good.values()])[order] & usable(named, int(came.sum()))
-        if not mask.all():
-            self._note_wild(call.phase, came, mask, mine, good)
+        mask = torch.cat([reply.mask() for reply in good.values()])[order]
+        if not scores:  # scores have ranges of their own
+            mask &= usable(named, int(came.sum()))
+            mask &= self._plausible(call, named, self.place[asked[came]], mask)
+            if not mask.all():
+                self._note_wild(call.phase, came, mask, mine, good)
         everyone = bool(came.all()) and not why
         return Answer(
             named,
@@ -401,6 +455,24 @@ class RemoteRuntime(Runtime):
             why,
             gone,
         )
+
+    def _plausible(self, call: Call, named: dict[str, Tensor], owner: Tensor, mask: Tensor) -> Tensor:
+        """Return which visits are of nodes whose numbers are not far larger than those of the others."""
+        tensors = [
+            value for value in (*call.shared.values(), *call.each.values()) if isinstance(value, Tensor)
+        ]
+        sent = max((float(value.abs().max()) for value in tensors if value.numel()), default=0.0)
+        usable_rows = {name: value[mask] for name, value in named.items()}
+        ratios = excess(usable_rows, owner[mask], sent)
+        fine = torch.ones_like(mask)
+        for k, ratio in ratios.items():
+            fine[(owner == k) & (ratio > TOO_LARGE)] = False
+            if ratio > LARGE and (call.phase, k) not in self._noted:
+                self._noted.add((call.phase, k))
+                self.caller.note(
+                    f"{self.places[k].name}: {call.phase} returned numbers {ratio:g} times those of the other nodes"
+                )
+        return fine
 
     def _note_wild(
         self, phase: str, came: Tensor, mask: Tensor, mine: dict[str, Tensor], good: dict[str, Reply]
@@ -413,6 +485,16 @@ class RemoteRuntime(Runtime):
                 self.caller.note(
                     f"{name}: {phase} returned non-finite or too large values for {count} client(s)"
                 )
+
+    def _counts_fit(self, place: Place, split: str, rows: Tensor | None, at: Tensor) -> bool:
+        """Return whether a node scored as many rows of its clients `at` as they have; note it if not."""
+        if place.counts is None or rows is None or rows.shape != (len(at), 1):
+            fit = False
+        else:
+            fit = torch.equal(rows.squeeze(-1).double(), place.counts[split][at].double())
+        if not fit:
+            self.caller.note(f"{place.name}: scores of another number of rows than it has; not used")
+        return fit
 
     def _widths(self, metrics: Sequence[Metric]) -> dict[str, int]:
         """Return how many sums of each metric a client has."""

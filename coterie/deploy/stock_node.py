@@ -11,6 +11,7 @@ from coterie._core import files
 from coterie._core.errors import SettingError
 from coterie.deploy import federation_folder, keys
 from coterie.deploy.flower_link import QUIET
+from coterie.deploy.membership import NODE_CONFIG
 
 
 def serve(
@@ -33,7 +34,7 @@ def serve(
     state
         Folder for the state of clients; by default `state` in the node's folder.
     """
-    address = server or str(files.read_toml(folder / federation_folder.NODE_CONFIG)["server"])
+    address = server or str(files.read_toml(folder / NODE_CONFIG)["server"])
     if insecure:
         federation_folder.require_loopback(address.rpartition(":")[0])
         raise SettingError("--stock needs TLS: Flower's SuperNode authenticates only over TLS")
@@ -43,6 +44,7 @@ def serve(
     place = Path(source)
     config = {"data": str(place.absolute()) if place.exists() else source, "state": str(state)}
     config |= {"client": client} if client else {}
+    config |= {"policy": str(federation_folder.policy_path(folder).absolute())}
     words = ["flower-supernode", "--superlink", address, "--root-certificates", str(folder / "ca.crt")]
     words += [
         "--auth-supernode-private-key",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from coterie._core.printable import printable
 from coterie.deploy import wire
 
 POLL = 0.02, 0.25  # seconds between looks for answers, at first and at most
@@ -45,12 +46,18 @@ class NodeCaller:
         Receives remarks about nodes.
     away : set of str
         Nodes that are not waited for.
+    audit : callable
+        Receives, for every answer, the node and what the server's log keeps of it.
+    authority : str or None
+        Certificate of the federation's authority, as PEM, by which nodes sign their keys for secure sums.
     """
 
     transport: Transport
     deadline: float = 60.0
     note: Callable[[str], None] = field(default=lambda text: None)
     away: set[str] = field(default_factory=set)  # nodes that are not waited for
+    audit: Callable[[str, dict[str, Any]], None] = field(default=lambda node, entry: None)
+    authority: str | None = None
 
     def ask(
         self, envelopes: Mapping[str, Envelope], deadline: float | None = None
@@ -93,22 +100,34 @@ class NodeCaller:
             pause = min(1.5 * pause, POLL[1])
         for name in waiting.values():
             answers[name] = Late(f"no answer within {limit:g} s")
+        for name, answer in answers.items():
+            self.audit(name, _entry(envelopes[name][0], answer))
         return answers
 
     def read(self, content: bytes | Undelivered, nonce: str | None) -> Any:
         """Return a decoded answer, or the error that it is; `nonce` None accepts any."""
         if isinstance(content, Undelivered):
-            return Late(str(content))
+            return Late(printable(content))
         try:
             header, tensors = wire.decode(content)
         except wire.WireError as problem:
             return problem
+        except Exception as problem:  # whatever a node sends, it ends its own part and nobody else's
+            return wire.WireError(f"reply rejected: {type(problem).__name__}")
         if nonce is not None and header.get("nonce") != nonce:
             return wire.WireError("reply rejected: wrong nonce")
         if "error" in header:
-            kind = Forgot if header.get("code") == "forgot" else wire.WireError
-            return kind(str(header["error"])[:500])
+            kind = ERRORS.get(str(header.get("code")), wire.WireError)
+            return kind(printable(header["error"], 500))
         return header, tensors
+
+
+def _entry(asked: dict[str, Any], answer: wire.WireError | Envelope) -> dict[str, Any]:
+    """Return what a log keeps of a question and its answer; `head` is the newest line of the node's own log."""
+    entry: dict[str, Any] = {name: asked[name] for name in ("kind", "phase", "round") if name in asked}
+    if isinstance(answer, wire.WireError):
+        return {**entry, "problem": str(answer)}
+    return {**entry, "head": str(answer[0].get("audit", ""))[:64]}
 
 
 class Late(wire.WireError):
@@ -117,3 +136,10 @@ class Late(wire.WireError):
 
 class Forgot(wire.WireError):
     """The node has lost the state that the message starts from."""
+
+
+class Waits(Late):
+    """The owner of the node has not approved the run yet."""
+
+
+ERRORS: dict[str, type[wire.WireError]] = {"forgot": Forgot, "pending": Waits}

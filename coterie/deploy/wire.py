@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import CoterieError
+from coterie._core.printable import printable
 
 VERSION = 1
 DTYPES = {
@@ -27,6 +28,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_BYTES = 1 << 34
+MOST_HEADER_BYTES = 1 << 26
+MOST_DEPTH, MOST_ITEMS = 16, 1 << 21  # of a header
+MOST_TENSORS, MOST_AXES = 1024, 8
 
 
 class WireError(CoterieError):
@@ -58,38 +62,76 @@ def encode(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
 
 
 def decode(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the tensors of a message; raise `WireError` if it is malformed."""
+    """Return the header and the tensors of a message; raise `WireError` for anything that is not one.
+
+    The bytes may come from a stranger, so depth, counts and sizes are bounded, and no other error leaves this function.
+    """
     try:
         (length,) = struct.unpack_from("<Q", message)
-        note = json.loads(message[8 : 8 + length])
+        if length > MOST_HEADER_BYTES:
+            raise WireError(f"message rejected: a header of {length} bytes")
+        note = json.loads(message[8 : 8 + length].decode("utf-8"), parse_constant=_no_constant)
         version, header, schema = note["version"], note["header"], note["tensors"]
-    except (struct.error, ValueError, KeyError, TypeError) as problem:
-        raise WireError(f"message rejected: unreadable header ({problem})") from None
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError, OverflowError) as problem:
+        reason = printable(f"{type(problem).__name__}: {problem}", 100)
+        raise WireError(f"message rejected: unreadable header ({reason})") from None
     if version != VERSION:
-        raise WireError(f"message rejected: wire version {version}, expected {VERSION}")
+        raise WireError(f"message rejected: wire version {printable(version, 30)}, expected {VERSION}")
     if not isinstance(header, dict):
         raise WireError("message rejected: the header is not a JSON object")
+    _require_small(header)
     return header, _tensors(message, 8 + length, schema)
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _require_small(header: dict[str, Any]) -> None:
+    """Raise `WireError` if a header is deep, long, or holds text that cannot be written to a file."""
+    waiting: list[tuple[Any, int]] = [(header, 0)]
+    count = 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > MOST_DEPTH or count > MOST_ITEMS:
+            raise WireError("message rejected: its header is too deep or too long")
+        if isinstance(value, dict):
+            waiting += [(part, depth + 1) for item in value.items() for part in item]
+        elif isinstance(value, list):
+            waiting += [(part, depth + 1) for part in value]
+        elif isinstance(value, str):
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                raise WireError("message rejected: text that is not Unicode") from None
+        elif isinstance(value, int) and abs(value) >= 1 << 63:
+            raise WireError("message rejected: a number of more than 64 bits")
+
+
 def _tensors(message: bytes, at: int, schema: Any) -> dict[str, Tensor]:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     try:
+        if len(schema) > MOST_TENSORS:
+            raise WireError(f"message rejected: {len(schema)} tensors")
         for name, dtype_name, shape in schema:
+            if not isinstance(name, str) or len(name) > 200 or name in tensors or len(shape) > MOST_AXES:
+                raise WireError("message rejected: malformed list of tensors")
             dtype, count = DTYPES[dtype_name], 1
             for length in shape:
-                if not isinstance(length, int) or length < 0:
-                    raise WireError(f"message rejected: tensor {name!r} has the invalid shape {shape}")
+                if not isinstance(length, int) or not 0 <= length <= MOST_BYTES:
+                    raise WireError("message rejected: a tensor of an invalid shape")
                 count *= length
             size = count * dtype.itemsize
             if size > MOST_BYTES or at + size > len(message):
-                raise WireError(f"message rejected: tensor {name!r} is truncated")
+                raise WireError(f"message rejected: tensor {printable(repr(name), 80)} is truncated")
             buffer = bytearray(message[at : at + size])
             flat = torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(shape)
             at += size
-    except (KeyError, ValueError, TypeError) as problem:
-        raise WireError(f"message rejected: unreadable list of tensors ({problem})") from None
+    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as problem:
+        reason = printable(f"{type(problem).__name__}: {problem}", 100)
+        raise WireError(f"message rejected: unreadable list of tensors ({reason})") from None
     if at != len(message):
         raise WireError(f"message rejected: {len(message) - at} trailing bytes")
     return tensors

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.devices import find_device
 from coterie._core.errors import DataError
 from coterie.data.clients import Clients
 from coterie.data.rows import Augment, Rows
@@ -16,6 +17,7 @@ from coterie.data.split import split_rows
 from coterie.data.table_source import TableSource
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.base import Model
+from coterie.models.table_models import as_model
 
 
 @dataclass
@@ -70,6 +72,7 @@ def from_arrays(
         Arguments of `Federation`.
     """
     codes, cluster_names = encode_clusters(clusters)
+    model = as_model(model)
     clients = Clients(
         [torch.as_tensor(x) for x in xs],
         [torch.as_tensor(y) for y in ys],
@@ -77,6 +80,7 @@ def from_arrays(
         codes,
         cluster_names,
         truth,
+        missing=model.encoding == "raw",
     )
     return from_clients(clients, model, **options)
 
@@ -174,8 +178,8 @@ def from_rows(
     Parts
         Arguments of `Federation`.
     """
-    device = torch.device("cpu" if device is None else device)
-    model = model.fit_to(x, y)
+    device = find_device(device)
+    model = as_model(model).fit_to(x, y)
     clusters = None if clusters is None else clusters.to(device)
     runtime = make_runtime(x, y, sizes, model, clusters, split, seed, dtype, device, loop, augment=augment)
     rows = {name: part.size for name, part in runtime.splits.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from coterie._core import broadcast, randomness, threads
 from coterie._core.errors import SettingError
+from coterie.engine import optimizers
 from coterie.engine.client_batches import ClientBatches
 from coterie.engine.encoding import Encoder
 from coterie.engine.keep import Keep
-from coterie.models import fast
+from coterie.engine.row_privacy import RowPrivacy, refuse
+from coterie.models import blocks, fast
 from coterie.models.fast.lazy_models import materialize
 from coterie.models.groups import ParameterGroups
 from coterie.models.local_sgd import SgdJob
@@ -41,13 +44,18 @@ class Client:
         batch: int,
         encoder: Encoder | None = None,
         threads: int = 1,
+        optimizer: str = "sgd",
     ) -> None:
         self._runtime, self._at, self._make_keys, self._batch = runtime, at, keys, batch
         self._keys: Tensor | None = None
         self.batches = ClientBatches(runtime, at, lambda: self.keys, batch)
         self.encoder = encoder or Encoder()
+        self.optimizer = optimizer  # of `sgd`
         self.threads = threads  # that compute parts of this stack
         self.whole = False  # whether nobody else is visited in this call
+        self.private: RowPrivacy | None = None  # what gradients go through before they can leave
+        self.stays: frozenset[str] = frozenset()  # streams of minibatches whose results never leave
+        self.use, self._noisy = "", 0
         self.lead = runtime.ids.shape if at is None else at.shape
         self.keep = Keep(lambda name: runtime.store.read(name, at))
 
@@ -89,6 +97,31 @@ class Client:
         """Return the common starting point, which every client can compute by itself from the seed."""
         return self._runtime.initial.expand(*self.lead, -1)
 
+    @property
+    def at(self) -> Tensor | None:
+        """Positions of these clients in their runtime; None: all of them."""
+        return self._at
+
+    def _noisy_grad(self, x: Tensor) -> Tensor:
+        """Return a gradient that may leave (`row_privacy`)."""
+        assert self.private is not None
+        self._noisy += 1
+        return self.private.grad(self, materialize(x), f"{self.use} step {self._noisy}")
+
+    @contextmanager
+    def _free(self) -> Iterator[None]:
+        """Compute with the rows as they are inside the block: what comes of it stays here."""
+        private, self.private = self.private, None
+        try:
+            yield
+        finally:
+            self.private = private
+
+    def _require_free(self, what: str) -> None:
+        """Refuse a look at the rows that differential privacy does not cover."""
+        if self.private is not None:
+            refuse(what)
+
     def grad(self, x: Tensor, again: bool = False, *, mask: Tensor | None = None) -> Tensor:
         """Return the gradient at x on a fresh minibatch, or `again` on the last.
 
@@ -108,8 +141,39 @@ class Client:
         """
         self.model.require_gradients()
         x = materialize(x)
+        if self.private is not None:
+            grad = self._noisy_grad(x)
+            return grad if mask is None else grad * mask
         grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
         return grad if mask is None else grad * mask
+
+    def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient at x on all training rows, at most so many, and how far chance has moved it.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+        most : int, optional
+            Rows of a client that are used.
+
+        Returns
+        -------
+        grad : Tensor, [..., d]
+        noise : Tensor, [..., 1]
+            Expected squared distance between this gradient and that of the distribution the rows come from, estimated
+            from blocks of rows; for a client with one row, the squared length of the gradient.
+        dimensions : Tensor, [..., 1]
+            How many dimensions such differences fill, roughly.
+        """
+
+        def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            few = blocks.first_rows(inputs, targets, weight, most)
+            return torch.cat(blocks.mean_and_noise(self.model.grad, w, *few), -1)
+
+        self.model.require_gradients()
+        found = self.over_rows(measured, materialize(x))
+        return found[..., :-2], found[..., -2:-1], found[..., -1:]
 
     def sgd(
         self,
@@ -123,6 +187,9 @@ class Client:
         mask: Tensor | None = None,
     ) -> Tensor:
         """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor)), each on a fresh minibatch.
+
+        An algorithm with the setting `optimizer` takes steps of that optimiser instead, whose memory the client keeps,
+        one for each stream.
 
         Parameters
         ----------
@@ -147,8 +214,13 @@ class Client:
         """
         rows, x = self._runtime.train, materialize(x)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
+        if self.private is not None and stream in self.stays:
+            with self._free():
+                return self.sgd(x, lr, steps, prox=prox, anchor=anchor, stream=stream, mask=mask)
+        full = self._all_rows or self.private is not None
         stacked = len(self.lead) == 1 and not self._runtime.loop and x.device.type == "cpu"
-        if stacked and mask is None and steps and 0 < self._batch < rows.largest:
+        plain = self.optimizer == "sgd"
+        if plain and stacked and mask is None and steps and not full:
             draws = self.batches.draws(stream, steps)
             job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads)
             path = fast.find("sgd", job)
@@ -161,25 +233,40 @@ class Client:
         if self.model.tracks:
             parameters = ~self.groups["buffers"]
             mask = parameters if mask is None else mask & parameters
+        kept = f"{self.optimizer} {stream}".strip()
+        memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
-            grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, stream)
+            grad = self.full_grad(x) if full else self._on_minibatch(self.model.grad, x, stream)
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
             if mask is not None:
                 grad.mul_(mask)
+            if memory is not None:
+                moved, memory = optimizers.step(self.optimizer, x, grad, lr, memory)
+                x = moved if mask is None else torch.where(mask > 0, moved, x)
+                continue
             grad.mul_(lr)
             x = x.sub_(grad) if k else x - grad
+        if memory is not None:
+            setattr(self.keep, kept, memory)
         return x
+
+    def _kept_memory(self, name: str, x: Tensor) -> Tensor:
+        """Return what the optimiser remembers of the steps before, nothing at first."""
+        return self.kept_or_zero(name, optimizers.memory_like(self.optimizer, x))
 
     def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
         """Return the loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""
+        self._require_free("losses")
         if self._all_rows:
             return self.loss(x)
         return self._on_minibatch(self.model.loss, materialize(x), "", again)
 
     def full_grad(self, x: Tensor) -> Tensor:
         """Return the gradient at x on all training rows."""
+        if self.private is not None:
+            return self._noisy_grad(x)
         x, statistics = materialize(x), self._statistics
         if statistics is not None:
             return self.model.grad_from(statistics, x)
@@ -187,7 +274,8 @@ class Client:
 
     def descent(self, step: Tensor) -> Callable[..., Tensor]:
         """Return a function of x and k that takes k steps x <- x - step grad(x), step [..., 1], perhaps in `out`."""
-        closed = self._runtime.descent(step) if self._at is None and self._all_rows else None
+        whole = self._at is None and self._all_rows and self.private is None
+        closed = self._runtime.descent(step) if whole else None
 
         def steps(x: Tensor, count: int, out: Tensor | None = None) -> Tensor:
             for _ in range(count):
@@ -198,6 +286,7 @@ class Client:
 
     def hvp(self, x: Tensor, v: Tensor) -> Tensor:
         """Return the Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
+        self._require_free("products with the Hessian")
 
         def product(pair: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             at, along = pair.chunk(2, -1)
@@ -208,6 +297,7 @@ class Client:
 
     def loss(self, x: Tensor, split: str = "train") -> Tensor:
         """Return the loss at x on all rows of 'train' or 'validation', [..., 1]."""
+        self._require_free("losses")
         x, rows = materialize(x), self._visible(split)
         statistics = self._statistics if split == "train" else None
         if statistics is not None:
@@ -216,6 +306,7 @@ class Client:
 
     def error(self, x: Tensor, split: str = "train") -> Tensor:
         """Return the mean loss of the rows of 'train' or 'validation' at x, without the regulariser, [..., 1]."""
+        self._require_free("losses")
         rows = self._visible(split)
         return client_sums(self.model, materialize(x), rows, self._at, [LOSS])[LOSS.name]
 
@@ -236,6 +327,7 @@ class Client:
         weight : Tensor, [..., B]
             One over the number of the client's rows, zero on padding; B is the largest number of rows.
         """
+        self._require_free("rows")
         x, rows = materialize(x), self._visible(split)
         width = max(1, rows.largest)
 
@@ -252,6 +344,7 @@ class Client:
 
     def solve(self, x: Tensor, tol: float = 1e-9, prox: float = 0.0) -> Tensor:
         """Return the minimiser of f + prox/2 |. - x|^2, started at x, to gradient norm tol."""
+        self._require_free("exact solutions")
         x, statistics = materialize(x), self._statistics
         if statistics is not None:
             return self.model.solve_from(statistics, x, prox)
@@ -263,6 +356,7 @@ class Client:
 
     def hessian(self, x: Tensor) -> Tensor:
         """Return the second derivative at x on all training rows, [..., d, d]; generalised linear models have one."""
+        self._require_free("second derivatives")
         statistics = self._statistics
         if statistics is not None:
             return statistics[0]
@@ -308,6 +402,7 @@ class Client:
         What it gives for a client must not depend on the padding. Weights carry the model's reduction unless `reduce`
         is False; they then sum to one.
         """
+        self._require_free("functions of its rows")
         rows = rows or self._runtime.train
         result: Tensor | None = None
         for place, batch in rows.full(self._at):

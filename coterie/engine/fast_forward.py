@@ -18,7 +18,7 @@ def stack(fed: Federation, algorithm: FederatedAlgorithm) -> Client | None:
     """
     if not fed.runtime.capabilities.fast_forward:
         return None
-    if not fed.all_begun(algorithm) or fed.dropout or fed.byzantine:
+    if not fed.all_begun(algorithm) or fed.dropout or fed.byzantine or not fed.aggregate.plain or fed.privacy:
         return None
     return fed.runtime.stack(algorithm.batch)
 
@@ -34,6 +34,6 @@ def declared_traffic(fed: Federation, algorithm: FederatedAlgorithm, phase: str,
     """Return what a phase of all clients exchanges, as the algorithm declares it."""
     down, up = (
         (fed.n if floats else 0, fed.n * floats, fed.n * floats * fed.dtype.itemsize)
-        for floats in algorithm.traffic(fed.d)[phase]
+        for floats in algorithm.traffic_of(fed.model)[phase]
     )
     return Traffic(phase, link, down, up)

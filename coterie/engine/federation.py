@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie._core import broadcast, randomness
+from coterie._core import broadcast, html, randomness
 from coterie._core.errors import SettingError
 from coterie.data.clients import Clients
 from coterie.engine import build
+from coterie.engine.aggregate import ON_NODES, Aggregate
 from coterie.engine.byzantine import Attack, as_attacks, lied
 from coterie.engine.calls import arguments, occurrences, payload
 from coterie.engine.compressors import Compressor, compressor
@@ -19,12 +21,18 @@ from coterie.engine.encoding import Encoded
 from coterie.engine.from_table import from_table
 from coterie.engine.from_texts import from_texts
 from coterie.engine.ledger import INSIDE, Entry, Ledger, weigh
+from coterie.engine.noise import Noise
+from coterie.engine.privacy import ClientPrivacy, NoisyNodes, Privacy, PrivateHeld
 from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Visits
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
+from coterie.engine.sums import Clients as HeldBy
+from coterie.engine.sums import Held, SummedReplies, Total
 from coterie.models.base import Model
-from coterie.models.metrics import LOSS, Metric, main_metric
+from coterie.models.metrics import LOSS, Metric, main_metric, row_values
+
+Origin = Callable[[Model], "Federation"]
 
 
 class Federation:
@@ -51,15 +59,25 @@ class Federation:
         truth: Tensor | None = None,
         byzantine: Mapping[Any, Attack | str] | None = None,
         texts: dict[str, Any] | None = None,
+        origin: Origin | None = None,
     ) -> None:
         if not 0.0 <= dropout < 1.0:
             raise SettingError(f"dropout is {dropout}; it must be at least 0 and below 1")
         self.runtime, self.model, self.seed, self.dtype, self.device = runtime, model, seed, dtype, device
         self.names, self.clusters, self.dropout = list(names), clusters, dropout
+        self.found: Tensor | None = None  # clusters [n] that a method found and uses as if they were known
         self.cluster_names = list(cluster_names) if cluster_names is not None else None
         self.table, self.truth = table, truth
         self.texts = texts  # where they are and how they were read, for who wants them again
+        self.origin = origin  # how the same clients are built for another model
         self.byzantine = as_attacks(byzantine, self.names)
+        on_nodes = (
+            runtime is not None and runtime.capabilities.models_stay
+        )  # None: a run that is read from its folder
+        self.aggregate = ON_NODES if on_nodes else Aggregate()
+        self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
+        self.noise: Noise | None = None
+        self.promised: Privacy | None = None  # what this run may cost
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -140,7 +158,12 @@ class Federation:
     ) -> Federation:
         """Build a federation from a CSV or Parquet file, or a data frame, with a client column."""
         parts = from_table(source, client, target, **options)
-        return cls(**vars(parts), dropout=dropout, byzantine=byzantine)
+
+        def origin(model: Model) -> Federation:
+            other = {**options, "model": model}
+            return cls.from_table(source, client, target, dropout=dropout, byzantine=byzantine, **other)
+
+        return cls(**vars(parts), dropout=dropout, byzantine=byzantine, origin=origin)
 
     @classmethod
     def from_texts(
@@ -168,7 +191,7 @@ class Federation:
         byzantine: Mapping[Any, Attack | str] | None = None,
     ) -> Federation:
         """Return the same clients and rows with an empty ledger and no state kept."""
-        return Federation(
+        made = Federation(
             self.runtime.fresh(seed),
             model=self.model,
             names=self.names,
@@ -183,10 +206,31 @@ class Federation:
             truth=self.truth,
             byzantine=self.byzantine if byzantine is None else byzantine,
             texts=self.texts,
+            origin=self.origin,
         )
+        made.aggregate = self.aggregate
+        return made
+
+    def with_model(self, model: Model) -> Federation:
+        """Return the same clients, with the same rows in each split, encoded for another model.
+
+        Raises `SettingError` if the federation was not made from a table.
+        """
+        if self.origin is None:
+            raise SettingError(
+                "only a federation from a table can be encoded for another model; build one with model="
+            )
+        return self.origin(model)
+
+    @property
+    def models_stay(self) -> bool:
+        """Whether deployed models stay with the clients, so that this process has none of them."""
+        return self.runtime.capabilities.models_stay
 
     def known_clusters(self, method: str = "this method") -> Tensor:
-        """Return the known cluster of every client [n]; raise `SettingError` if there are none."""
+        """Return the known cluster of every client [n], or the found one; raise `SettingError` if there are none."""
+        if self.found is not None:
+            return self.found
         if self.clusters is None:
             raise SettingError(f"{method} needs known clusters: pass `--cluster COLUMN` or `clusters=`")
         return self.clusters
@@ -281,7 +325,7 @@ class Federation:
     def score(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, Tensor]:
         """Return metrics [n] of given models [n, d] on one split, as `evaluate` does."""
         asked = self._asked(metrics)
-        return self._scores(self.runtime.score(models, split, asked), asked)
+        return self._scores(self.runtime.score(models.to(self.device), split, asked), asked)
 
     def pooled(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, float]:
         """Return metrics of given models [n, d] over the rows of all clients together on one split."""
@@ -290,6 +334,20 @@ class Federation:
         return {
             metric.name: self._unit(metric) * float(metric.pooled(sums[metric.name], sums["rows"]))
             for metric in asked
+        }
+
+    def row_values(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, Tensor]:
+        """Return the value of every row [rows] in metrics that are means over rows, squared for roots of means.
+
+        Others are left out; the result is empty where rows are not visible here, or are whole texts.
+        """
+        if not self.runtime.capabilities.rows_visible or self.model.task == "language":
+            return {}
+        means = [metric for metric in self._asked(metrics) if metric.is_mean]
+        values = row_values(self.model, models, self.runtime.rows(split), means)
+        power = {metric.name: 2 if metric.is_root else 1 for metric in means}
+        return {
+            metric.name: self._unit(metric) ** power[metric.name] * values[metric.name] for metric in means
         }
 
     def _asked(self, metrics: Sequence[Metric]) -> list[Metric]:
@@ -316,6 +374,7 @@ class Federation:
         run: Callable[[Call, Visits, dict[str, Any] | None], Answer],
     ) -> dict[str, Tensor]:
         """Run `deploy` everywhere; clients that have not begun do so for this occasion only."""
+        self._use_found(state)
         shared, each = algorithm.deploy_inputs(self, state)
         groups: list[tuple[Tensor | None, dict[str, Any] | None]] = [(None, None)]
         if algorithm.begin is not None and not self._all_begun:
@@ -357,13 +416,46 @@ class Federation:
             base = randomness.key(self.seed, "byzantine", self.round, self._calls)
             answer = lied(answer, asked, self.byzantine, base)
         kind = "setup" if self.round == 0 or phase == "begin" else "train"
-        self._meter(kind, phase, link, shared, each, len(asked), answer.named, answer.encoded)
-        named = answer.named
+        told = {} if self.privacy is not None else answer.named  # sums are metered when they are taken
+        self._meter(kind, phase, link, shared, each, len(asked), told, answer.encoded)
+        named, held = answer.named, answer.held
+        if held is not None and self.privacy is not None:
+            held = NoisyNodes(held, self.privacy, replace(call, each=each), asked)
+        elif named and self.privacy is not None and self.noise is not None:
+            rows = self.sizes[asked]
+            place = HeldBy(named, asked, rows, replace(call, each=each), answer.good)
+            held = PrivateHeld(place, self.privacy, self.noise)
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
             named = {name: value[answer.good] for name, value in named.items()}
-        return Replies(asked, named, self.sizes if asked is self.everyone else self.sizes[asked])
+        sizes = self.sizes if asked is self.everyone else self.sizes[asked]
+        if held is not None:
+            return self._summed(algorithm, phase, link, asked, sizes, held)
+
+        def note(far: Tensor) -> None:
+            self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
+
+        return Replies(asked, named, sizes, self.aggregate, note)
+
+    def _summed(
+        self,
+        algorithm: FederatedAlgorithm,
+        phase: str,
+        link: str,
+        asked: Tensor,
+        sizes: Tensor,
+        held: Held,
+    ) -> Replies:
+        """Return replies of which only sums are known; each sum is metered as an answer of every client in it."""
+
+        def meter(total: Total) -> None:
+            kind = "setup" if self.round == 0 else "train"
+            sent = {"": total.values.unsqueeze(0).expand(len(total.ids), *total.values.shape)}
+            self._meter(kind, phase, link, {}, {}, len(total.ids), sent)
+
+        asks = f"{algorithm.name} (phase {phase})"
+        return SummedReplies(asked, {}, sizes, held=held, asks=asks, meter=meter)
 
     def _moved(self, ids: Tensor | None) -> Tensor | None:
         """Return ids on the clients' device, without waiting for the copy."""
@@ -447,10 +539,36 @@ class Federation:
         """Set which clients had begun when a checkpoint was written."""
         self.begun, self._all_begun = begun, bool(begun.all())
 
+    def _use_found(self, state: State | None) -> None:
+        """Use the clusters that a method found and has in its state."""
+        if state is not None and "found_clusters" in state:
+            self.found = state.found_clusters
+
     def enter_round(self, t: int, state: State | None) -> None:
         """Begin a round: set the coordinates of all random draws and let newcomers in."""
         self.round, self._calls, self._state = t, 0, state
+        self._use_found(state)
         for ids, rows in self.runtime.begin_round(t, state):
             for split, count in rows.items():
                 self.rows[split][ids] = count.to(self.rows[split])
             self.sizes[ids] = rows["train"].to(self.sizes).unsqueeze(-1)
+
+    def __repr__(self) -> str:
+        train = int(self.rows["train"].sum())
+        return (
+            f"Federation({self.n} clients, {train} training rows, {type(self.model).__name__}, d = {self.d})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the clients and their rows as HTML, for notebooks."""
+        options = {} if self.table is None else self.table.options
+        target = f", to predict {options['target']!r}" if "target" in options else ""
+        head = f"Federation of {self.n:,} clients: {type(self.model).__name__}, {self.d:,} parameters{target}"
+        splits = list(self.rows)
+        counts = zip(*(self.rows[split].tolist() for split in splits), strict=True)
+        rows = [
+            [name, *(f"{count:,}" for count in own)] for name, own in zip(self.names, counts, strict=True)
+        ]
+        return html.paragraph(head) + html.table(
+            [options.get("client", "client"), *(f"{split} rows" for split in splits)], rows
+        )

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from coterie import models
 from coterie.data import bundled, tables
-from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
+from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
+from coterie.data.table_spec import TableSpec
 from coterie.engine.build import Parts, encode_clusters, from_rows
+from coterie.engine.noise import Noise
+from coterie.engine.privacy import Privacy
+from coterie.engine.private_statistics import SHARE, noisy_statistics
 from coterie.models.base import Model
+from coterie.models.table_models import as_model, table_model
 
 SPLIT = (0.6, 0.2, 0.2)
 
@@ -24,14 +29,18 @@ def from_table(
     client: str,
     target: str,
     cluster: str | None = None,
-    model: Model | None = None,
+    model: Model | str | None = None,
     task: str | None = None,
     drop: Sequence[str] = (),
+    keep: Sequence[str] = (),
     split: Sequence[float] = SPLIT,
     seed: int = 0,
     device: str | None = None,
     loop: bool = False,
     l2: float | None = None,
+    privacy: Privacy | None = None,
+    encoding: str | None = None,
+    paid: Sequence[float] = (),
 ) -> Parts:
     """Make one client of each value of the client column.
 
@@ -48,22 +57,29 @@ def from_table(
     cluster
         Name of the cluster column, if clusters are known.
     model
-        The model to train; by default linear, logistic or softmax regression, by the kind of target.
+        The model to train, or its name ("linear", "mlp"); by default linear, logistic or softmax regression, by the
+        kind of target.
     task
         "regression" or "classification"; by default inferred from the target.
     drop
         Names of columns to leave out.
+    keep
+        Names of columns to use although they look like identifiers, free text or copies of client or target.
     split
         Shares of train, validation and test.
     seed
         Seed of every draw.
     device
-        Where to compute, by default the CPU.
+        Where to compute, by default the CPU; "auto" is the GPU if there is one.
     loop
         Compute clients one by one instead of stacked.
     l2
         Ridge penalty of the default model on all its weights, without an intercept, which makes it strongly convex. By
         default it has an intercept and a penalty of 0.001.
+    privacy
+        Fit the encoding to noisy statistics, which cost a fifth of this budget; `fit` spends the rest.
+    encoding, paid
+        An encoding that was fitted before, and the epsilon and delta that it cost, as a run folder records them.
 
     Returns
     -------
@@ -73,12 +89,22 @@ def from_table(
     source = bundled.resolve(source)
     frame = tables.read(source)
     name = str(source) if isinstance(source, str | Path) else "the table"
-    spec = tables.check(frame, client, target, cluster=cluster, drop=drop, task=task, source=name)
+    spec = tables.check(frame, client, target, cluster=cluster, drop=drop, keep=keep, task=task, source=name)
     frame, names, counts = tables.by_client(frame, client)
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
     training = split_rows(sizes, fractions, seed).train.order
-    preprocessor = Preprocessor.from_statistics(spec, local_statistics(frame[training.numpy()], spec))
+    rows, untrained = frame[training.numpy()], _model(model, spec.task, l2)
+    if encoding is not None:
+        preprocessor = Preprocessor.from_json(encoding)
+        trained = untrained.with_levels(preprocessor.levels)
+    elif privacy is not None:
+        statistics, doubts = noisy_statistics(rows, spec, client, privacy, Noise())
+        preprocessor, trained = encoded(spec, statistics, untrained)
+        spec.warnings.extend(doubts)
+        encoding, paid = preprocessor.to_json(), (SHARE * privacy.epsilon, SHARE * privacy.delta)
+    else:
+        preprocessor, trained = encoded(spec, local_statistics(rows, spec), untrained)
     clusters, cluster_names = None, None
     if cluster is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()
@@ -90,13 +116,15 @@ def from_table(
         "cluster": cluster,
         "task": task,
         "drop": list(drop),
+        **({"keep": list(keep)} if keep else {}),
         "split": list(fractions),
+        **({} if encoding is None else {"encoding": encoding, "paid": list(paid)}),
     }
     return from_rows(
         preprocessor.encode(frame),
         preprocessor.encode_target(frame),
         sizes,
-        model=default_model(spec.task, l2) if model is None else model,
+        model=trained,
         names=names,
         clusters=clusters,
         cluster_names=cluster_names,
@@ -109,7 +137,20 @@ def from_table(
     )
 
 
+def encoded(spec: TableSpec, statistics: Statistics, model: Model) -> tuple[Preprocessor, Model]:
+    """Return the encoding that a model takes, and the model with what the encoding says of categories."""
+    preprocessor = Preprocessor.from_statistics(
+        spec, statistics, encoding=model.encoding, target_in_units=model.target_in_units
+    )
+    return preprocessor, model.with_levels(preprocessor.levels)
+
+
 def default_model(task: str, l2: float | None = None) -> Model:
-    """Return the model for a table: linear in the features, with an intercept and slight ridge unless `l2` is given."""
-    make = {"regression": models.linear, "binary": models.logistic, "multiclass": models.softmax}[task]
-    return make(l2=1e-3, intercept=True) if l2 is None else make(l2=l2)
+    """Return the model for a table where none is named: linear in the features."""
+    return table_model("linear", task, l2)
+
+
+def _model(model: Model | str | None, task: str, l2: float | None) -> Model:
+    if model is None:
+        return default_model(task, l2)
+    return table_model(model, task, l2) if isinstance(model, str) else as_model(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from coterie._core.devices import find_device
 from coterie._core.errors import SettingError
 from coterie.data.rows import Rows
 from coterie.data.texts import read_texts
@@ -79,7 +80,7 @@ def from_texts(
     splits = rows_of(found, model.separator, context, split, seed, tokens)
     train = splits["train"]
     fitted = model.fit_to(train.x, train.y)
-    place = torch.device("cpu" if device is None else device)
+    place = find_device(device)
     dtype = dtype or torch.float32
     splits = {name: _as(rows, dtype).to(place) for name, rows in splits.items()}
     where: dict[str, Any] | None = None

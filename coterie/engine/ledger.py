@@ -18,7 +18,7 @@ Counts = tuple[int, int, int]  # messages, floats, bytes
 
 
 class Entry(NamedTuple):
-    """Where traffic belongs; `kind` is 'setup', 'train' or 'evaluate'."""
+    """Where traffic belongs; `kind` is 'setup', 'train', 'evaluate' or 'refit' (training again on more rows)."""
 
     round: int
     kind: str
@@ -130,6 +130,39 @@ class Ledger:
             and phase in (None, entry.phase)
             and link in (None, entry.link)
         )
+
+    def megabytes(self) -> dict[int, tuple[float, float]]:
+        """Return the megabytes up and down until the end of every round, without evaluation and refitting.
+
+        Returns
+        -------
+        dict of int to tuple of float
+            By round, in ascending order; rounds without traffic have no entry.
+        """
+        sent: dict[int, list[int]] = {}
+        for entry, counts in self.entries.items():
+            if entry.kind in ("setup", "train"):
+                both = sent.setdefault(entry.round, [0, 0])
+                both[0], both[1] = both[0] + counts[5], both[1] + counts[2]
+        up = down = 0
+        found: dict[int, tuple[float, float]] = {}
+        for t in sorted(sent):
+            up, down = up + sent[t][0], down + sent[t][1]
+            found[t] = (up / 1e6, down / 1e6)
+        return found
+
+    def megabytes_until(self, t: int) -> tuple[float, float]:
+        """Return the megabytes up and down until the end of round t, without evaluation and refitting."""
+        before = [both for when, both in self.megabytes().items() if when <= t]
+        return before[-1] if before else (0.0, 0.0)
+
+    @classmethod
+    def from_frame(cls, frame: polars.DataFrame) -> Ledger:
+        """Return the ledger that `frame` was made of."""
+        ledger = cls()
+        for row in frame.select(*Entry._fields, *COUNTS).iter_rows():
+            ledger._entries[Entry(*row[:4])] = list(row[4:])
+        return ledger
 
     def frame(self) -> polars.DataFrame:
         """Return the ledger as a table with one row per round, kind, phase and link."""

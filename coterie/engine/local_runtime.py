@@ -27,6 +27,7 @@ from coterie.engine.minibatches import MinibatchPrefetch
 from coterie.engine.phase_output import all_finite, as_reply, witnesses
 from coterie.engine.prefetch import Prefetch
 from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Visits, visit_keys
+from coterie.engine.row_privacy import RowPrivacy
 from coterie.engine.state import State
 from coterie.engine.store import Store
 from coterie.models import fast
@@ -75,6 +76,7 @@ class LocalRuntime(Runtime):
         self.unread: list[Tensor] | None = None  # sums of answers not looked at yet; None: look at once
         self.draws = MinibatchPrefetch(seed, self.train, self.ids)
         self._prefetch = Prefetch(self._everybody)
+        self.private: RowPrivacy | None = None  # noise for gradients, where rows are kept private
         self._statistics: tuple[Tensor, ...] | Literal[False] | None = None  # False: there are none
         self._descent: tuple[Tensor, Callable[..., Tensor]] | None = None  # step sizes, and steps of them
 
@@ -131,6 +133,8 @@ class LocalRuntime(Runtime):
     def stack(self, batch: int) -> Client | None:
         """Return all clients as one stack that draws nothing, or None if they do not fit."""
         if self.loop or self.stack_size(batch) < len(self.ids) or 0 < batch < self.train.largest:
+            return None
+        if self.private is not None:
             return None
         return Client(self, None, _no_draws, batch)
 
@@ -233,7 +237,8 @@ class LocalRuntime(Runtime):
             return None
         if len(self.train.x) * self.model.d < threads.SHARED_PRODUCTS:
             return None
-        return Client(self, None, lambda: visit_keys(self.seed, call, self.ids, None), call.algorithm.batch)
+        keys = functools.partial(visit_keys, self.seed, call, self.ids, None)
+        return Client(self, None, keys, call.algorithm.batch, optimizer=_optimizer(call))
 
     def _visited(
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
@@ -308,7 +313,14 @@ class LocalRuntime(Runtime):
 
         def client(at: Tensor | None, rows: slice | int) -> Client:
             encoder = Encoder(call.compress, call.phase)
-            return Client(self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads)
+            made = Client(
+                self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads, _optimizer(call)
+            )
+            stays: frozenset[str] = getattr(call.algorithm, "stays", frozenset())
+            if self.private is not None and call.phase != "deploy" and call.phase not in stays:
+                made.private, made.stays = self.private, stays
+                made.use = f"{call.phase} {call.round} {call.call}"
+            return made
 
         count = (self.ids if visits.at is None else visits.at).shape[0]
         step = 1 if self.loop else self.stack_size(call.algorithm.batch)
@@ -435,3 +447,8 @@ class LocalRuntime(Runtime):
 
 def _no_draws() -> Tensor:
     raise CoterieError("a phase draws random numbers while several rounds are computed at once")
+
+
+def _optimizer(call: Call) -> str:
+    """Return the optimiser of local steps, a setting of algorithms that use `client.sgd`."""
+    return str(getattr(call.algorithm, "optimizer", "sgd"))

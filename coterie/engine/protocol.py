@@ -23,13 +23,18 @@ from coterie.models.metrics import Metric
 if TYPE_CHECKING:
     from coterie.engine.client import Client
     from coterie.engine.federation import Federation
+    from coterie.engine.sums import Held
+    from coterie.models.base import Model
 
 
 class FederatedAlgorithm(Protocol):
     """What the engine needs of an algorithm; `coterie.Algorithm` has it.
 
-    Phases are further methods. The engine finds them by name.
+    Phases are further methods. The engine finds them by name. `reveals` says what each of them sends.
     """
+
+    reveals: ClassVar[dict[str, Any]]
+    varying: ClassVar[frozenset[str]]
 
     @property
     def name(self) -> str:
@@ -50,7 +55,7 @@ class FederatedAlgorithm(Protocol):
     def deploy_inputs(self, fed: Federation, s: State, /) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what `deploy` is sent: values for all clients, and values with a row per client."""
 
-    def traffic(self, d: int, /) -> dict[str, tuple[int, int]]:
+    def traffic_of(self, model: Model, /) -> dict[str, tuple[int, int]]:
         """Return the declared floats down and up per visit, by phase."""
 
 
@@ -93,7 +98,7 @@ class Answer:
 
     Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
     other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
-    have lost what they kept and must begin again.
+    have lost what they kept and must begin again. Where only sums leave a node, `held` is where the values are.
     """
 
     named: dict[str, Any]
@@ -102,6 +107,7 @@ class Answer:
     came: Tensor | None = None
     why: dict[int, str] = field(default_factory=dict)
     forgot: Tensor | None = None
+    held: Held | None = None
 
 
 @dataclass(frozen=True)

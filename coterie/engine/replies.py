@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
+from coterie.engine.aggregate import PLAIN, Aggregate
 
 UNNAMED = ""  # the name of a reply that is one tensor rather than a dict
 
@@ -28,6 +30,10 @@ class Replies:
         The replies by name, [k, ...] each; one tensor without a name is under "".
     weights
         Number of training rows of each client that answered, [k, 1].
+    aggregate
+        How `mean` combines the replies; the plain weighted mean by default.
+    note
+        Called with the clients whose replies are too far from the others to be averaged.
 
     Examples
     --------
@@ -43,6 +49,8 @@ class Replies:
     ids: Tensor
     named: dict[str, Any]
     weights: Tensor
+    aggregate: Aggregate = PLAIN
+    note: Callable[[Tensor], None] = lambda ids: None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -50,6 +58,11 @@ class Replies:
     def __getitem__(self, name: str) -> Tensor:
         found: Tensor = self.named[name]
         return found
+
+    @property
+    def single(self) -> bool:
+        """True if the answer of each client can be read; False where only sums are known."""
+        return True
 
     @property
     def values(self) -> Tensor:
@@ -61,7 +74,7 @@ class Replies:
         name: str = UNNAMED,
         *,
         uniform: bool = False,
-        by: Tensor | None = None,
+        by: Tensor | str | None = None,
         default: Tensor | None = None,
     ) -> Tensor:
         """Average over the clients that answered.
@@ -73,7 +86,8 @@ class Replies:
         uniform
             Weigh clients equally instead of by their numbers of training rows.
         by
-            Cluster of every client of the federation, [n], for one average per cluster.
+            Cluster of every client of the federation, [n], or the name of the reply [k, 1] in which clients tell it,
+            for one average per cluster.
         default
             What to return if nobody answered; with `by`, row k [K, ...] is for a cluster k without an answer.
 
@@ -96,18 +110,76 @@ class Replies:
         flat = values if values.dim() == 2 else values.reshape(len(self), -1)
         weights = weights.to(flat.dtype)
         if by is None:
+            if not self.aggregate.plain:
+                return self._robust(flat, weights, self.ids).view(values.shape[1:])
             return (weights.t() @ flat).div_(weights.sum()).view(values.shape[1:])
-        count = len(default) if default is not None else int(by.max()) + 1
-        member = by[self.ids] == torch.arange(count, device=by.device).unsqueeze(-1)
+        labels = self._labels(by)
+        count = len(default) if default is not None else int(labels.max()) + 1
+        member = labels == torch.arange(count, device=labels.device).unsqueeze(-1)
         share = member.to(weights.dtype) * weights.t()
         total = share.sum(-1, keepdim=True)
-        average = ((share @ flat) / total.clamp(min=torch.finfo(total.dtype).tiny)).view(
-            count, *values.shape[1:]
-        )
+        if self.aggregate.plain:
+            average = (share @ flat) / total.clamp(min=torch.finfo(total.dtype).tiny)
+        else:
+            average = torch.stack(
+                [
+                    self._robust(flat[own], weights[own], self.ids[own]) if own.any() else 0 * flat[0]
+                    for own in member
+                ]
+            )
+        average = average.view(count, *values.shape[1:])
         if default is None:
             return average
         empty = (total == 0).view(-1, *[1] * (values.dim() - 1))
         return torch.where(empty, default, average)
+
+    def sum(self, name: str = UNNAMED) -> Tensor:
+        """Return the sum over the clients that answered, whatever the rule for means is.
+
+        Parameters
+        ----------
+        name
+            Which reply; by default the one of a phase that returned one tensor.
+
+        Returns
+        -------
+        Tensor
+            [...].
+
+        Raises
+        ------
+        NobodyAnswered
+            If no client answered.
+        """
+        if len(self) == 0:
+            raise NobodyAnswered("no client answered, so there is nothing to add up")
+        return self[name].sum(0)
+
+    def count(self, by: Tensor | str, groups: int, *, uniform: bool = True) -> Tensor:
+        """Return how many of the clients that answered are in each cluster, [groups, 1].
+
+        Parameters
+        ----------
+        by
+            Cluster of every client of the federation, [n], or the name of the reply [k, 1] in which clients tell it.
+        groups
+            Number of clusters; other answers are not counted.
+        uniform
+            Count clients; if False, their training rows.
+        """
+        member = self._labels(by) == torch.arange(groups, device=self.ids.device).unsqueeze(-1)
+        return member.sum(1, keepdim=True) if uniform else member.to(self.weights.dtype) @ self.weights
+
+    def _robust(self, values: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return what the rule of the run makes of replies [k, d], and note whose were left out."""
+        combined, far = self.aggregate.combine(values, weights)
+        if far.any():
+            self.note(ids[far])
+        return combined
+
+    def _labels(self, by: Tensor | str) -> Tensor:
+        """Return the cluster of each client that answered, [k]."""
+        return self[by].squeeze(-1).round().long() if isinstance(by, str) else by[self.ids]
 
     def put(self, rows: Tensor, name: str = UNNAMED) -> Tensor:
         """Return a copy of `rows` with the rows of the clients that answered replaced by their replies.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie._core.randomness import key, normal, slots, uniform
 from coterie.algorithms import make
-from coterie.algorithms.cobo import CoBo
+from coterie.algorithms.cobo import PRINTED, CoBo
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.experiments.spec import Experiment
@@ -194,7 +194,7 @@ def consensus(experiment: Experiment, seed: int) -> Numbers:
     world, method = _parts(plan.settings)
     a, c = float(world["curvature"][0]), int(world["sizes"][0])
     fed = bowls(**{**world, "seed": seed})
-    algorithm = CoBo(**method, gamma=0.0, rate=1e-9, guard=0.0, batch=1)
+    algorithm = CoBo(**{**PRINTED, **method}, gamma=0.0, rate=1e-9, guard=0.0, batch=1)
     values = [
         float(inside(fed, squared_distances(state.models)))
         for t, state in enumerate(trajectory(fed, algorithm, plan.rounds, block_weights(fed)))
@@ -229,7 +229,7 @@ def bound_ratios(seed: int, rounds: int) -> tuple[float, float]:
     pull = math.sqrt(3) * largest * (1 + 2 * draw[5])
     lr = min(1 / (2 * largest), 1 / pull) * (0.2 + 0.8 * draw[0])
     start = float((0.5 * (a.unsqueeze(1) + a) / 2).mean() * (apart**2 / 2))
-    algorithm = CoBo(lr=lr, rho=pull / c, gamma=0.0, rate=1e-9, guard=0.0, batch=1)
+    algorithm = CoBo(lr=lr, rho=pull / c, gamma=0.0, rate=1e-9, guard=0.0, batch=1, **PRINTED)
     slope, gap = 0.0, 0.0
     for t, state in enumerate(trajectory(fed, algorithm, rounds, block_weights(fed))):
         if t == rounds:

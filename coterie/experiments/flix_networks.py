@@ -18,12 +18,13 @@ def mixtures(experiment: Experiment, seed: int) -> dict[str, float]:
     """Return the test accuracy for every alpha, of local training, one shared model and FedAvg, and the chosen alpha.
 
     Settings: alphas, flix (settings of FLIX), fedavg (settings of FedAvg) and fedavg_lr (step sizes to try). FLIX takes
-    one gradient per round, so it gets `rounds` times `steps` rounds, the number of FedAvg's local steps. Local models
-    are trained once for all alphas.
+    one gradient per round, so it gets `rounds` times `steps` rounds, the number of FedAvg's local steps, unless
+    `flix_rounds` says how many. Local models are trained once for all alphas.
     """
     plan = experiment.plans[0]
     asked = dict(plan.settings)
     fed, steps = federation(experiment, plan, seed), plan.rounds * asked["fedavg"]["steps"]
+    steps = min(steps, asked.get("flix_rounds", steps))
     own = local_models(fed, FLIX(alpha=0.5, **asked["flix"]))
     scores = {}
     for alpha in (0.0, *asked["alphas"], 1.0):

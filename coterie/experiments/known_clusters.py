@@ -19,7 +19,8 @@ from coterie.experiments.spec import Experiment, shared_data
 from coterie.theory import hierarchical as exact
 from coterie.theory import linear_estimators
 from coterie.theory.cluster_penalty import Penalty
-from coterie.theory.variance_components import Sums, maximum_likelihood
+from coterie.theory.mixed_likelihood import maximum_likelihood
+from coterie.theory.variance_components import Sums
 from coterie.train.fit import fit
 from coterie.train.run import Run
 

@@ -3,10 +3,13 @@
 from coterie.models.base import Model, dot, norm
 from coterie.models.causal_lm import causal_lm
 from coterie.models.checks import replace_batchnorm
+from coterie.models.counts import negative_binomial, poisson
+from coterie.models.cumulative_logit import ordinal
 from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
+from coterie.models.trees import trees
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
 __all__ = [
@@ -19,9 +22,13 @@ __all__ = [
     "linear",
     "logistic",
     "mlp",
+    "negative_binomial",
     "network",
     "norm",
+    "ordinal",
+    "poisson",
     "replace_batchnorm",
     "resnet9",
     "softmax",
+    "trees",
 ]

@@ -106,6 +106,29 @@ class Model:
         """How the losses of a client's rows are combined: "mean" or "sum"."""
         return "mean"
 
+    encoding: ClassVar[str] = "standard"
+    """How a table is encoded: "standard" (numbers standardised, a column per level) or "raw" (NaN, codes of levels)."""
+
+    @property
+    def target_in_units(self) -> bool:
+        """True if targets are numbers as they are in the table; else they are standardised."""
+        return False
+
+    def with_levels(self, levels: Sequence[int]) -> Self:
+        """Return a copy that knows which inputs are categories, as the encoding "raw" has them.
+
+        Parameters
+        ----------
+        levels
+            Number of levels of each input; 0 for a number.
+
+        Returns
+        -------
+        Self
+            By default the model itself.
+        """
+        return self
+
     def measured(self) -> dict[str, str]:
         """Return choices made by timing, which a checkpoint stores so that a resumed run repeats them."""
         return {}

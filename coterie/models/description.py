@@ -9,8 +9,11 @@ from typing import Any
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
+from coterie.models.counts import NegativeBinomial, Poisson
+from coterie.models.cumulative_logit import Ordinal
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
+from coterie.models.trees import restore as restore_trees
 from coterie.models.zoo import FACTORIES, restore
 
 
@@ -40,7 +43,8 @@ def from_description(description: dict[str, Any]) -> Model:
     True
     """
     kinds: dict[str, Callable[..., Model]] = {"linear": Linear, "logistic": Logistic, "softmax": Softmax}
-    kinds["causal_lm"] = causal_lm
+    kinds |= {"poisson": Poisson, "negative_binomial": NegativeBinomial, "ordinal": Ordinal}
+    kinds |= {"causal_lm": causal_lm, "trees": restore_trees}
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     settings = dict(description)
     name = settings.pop("model", None)

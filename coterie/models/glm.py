@@ -143,6 +143,24 @@ class Glm(Model):
             parts.append(self._solve_part(start[at : at + size], x, y, weight, tol, prox, first=at))
         return torch.cat(parts).reshape(*lead, self.d).to(w.dtype)
 
+    def design(self, x: Tensor) -> Tensor:
+        """Return prepared rows [..., B, columns] as the matrices [..., B, outputs, d] that map w to a row's scores."""
+        if self.outputs == 1:
+            return x.unsqueeze(-2)
+        own = torch.eye(self.outputs, dtype=x.dtype, device=x.device)
+        return (own[:, :, None] * x[..., None, None, :]).flatten(-2)
+
+    def row_derivatives(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return losses [..., B], first [..., S, B] and second [..., S, S, B] derivatives in scores [..., S, B]."""
+        outputs, ones = scores.shape[-2], torch.zeros_like(scores)
+        y = y.expand(*scores.shape[:-2], scores.shape[-1])
+        columns = []
+        for k in range(outputs):
+            ones[..., k, :] = 1.0
+            columns.append(self._bend(scores, ones))
+            ones[..., k, :] = 0.0
+        return self._row_losses(scores, y), self._residuals(scores.clone(), y), torch.stack(columns, -2)
+
     def module(self, w: Tensor) -> nn.Module:
         table = self._table(w.detach())
         bias = table[:, -1] if self.intercept else None

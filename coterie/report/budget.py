@@ -58,7 +58,7 @@ def plan_tables(plan: BudgetPlan, l2: float | None = None) -> list[str | Table]:
         table,
         choice,
         f"To run it: coterie fit ... {'' if l2 is None else f'--l2 {l2:g} '}--algorithm flix "
-        f"--rounds {plan.rounds} {how}",
+        f"--rounds {plan.rounds} --refit none {how}",
     ]
 
 

@@ -25,11 +25,12 @@ def collaboration(run: RunFacts, key: str) -> list[Panel]:
         weights, kind = _similarity(run), SIMILAR
     labels = _labels(run)
     if weights is not None and len(weights) > 1:
+        if labels is None and kind == SIMILAR:
+            labels = np.zeros(len(weights), dtype=int)  # the method made no groups: none are drawn
         order, groups = _ordered(weights, labels)
-        panels += [
-            _matrix(run, key, weights, order, groups, kind),
-            graph(run, key, weights, groups, kind == SIMILAR),
-        ]
+        panels.append(_matrix(run, key, weights, order, groups, kind))
+        if len(weights) <= NODES or len(np.unique(groups)) > 1:
+            panels.append(graph(run, key, weights, groups, kind == SIMILAR))
     clusters = run.observed("cluster")
     if clusters:
         panels.append(_over_time(run, key, clusters))
@@ -134,7 +135,7 @@ def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray
     tree = linkage(squareform(distance, checks=False), "average")
     leaves = leaves_list(tree)
     groups = 0 if labels is None else len(np.unique(labels))
-    if labels is None or (len(weights) > NODES and not 2 <= groups <= NODES):
+    if labels is None or (len(weights) > NODES and groups > NODES):
         few = min(8, max(1, round(math.sqrt(len(weights)))))
         labels = fcluster(tree, few, "maxclust") - 1
     place = np.empty(len(leaves), dtype=int)
@@ -162,6 +163,8 @@ def _matrix(
         if kind == SIMILAR
         else "How strongly the client of a row is pulled towards the client of a column."
     )
+    several = len(np.unique(groups)) > 1
+    squares = " Groups of clients show as squares along the diagonal." if several else ""
     inside, across = _within(weights, groups)
     rows = [[run.names[k], str(groups[k] + 1), digits(inside[k]), digits(across[k])] for k in order[:60]]
     trace: Trace = {
@@ -180,7 +183,7 @@ def _matrix(
     return Panel(
         f"matrix-{key}",
         "Matrix, clients ordered by group",
-        f"{caption} Groups of clients show as squares along the diagonal.{note}",
+        f"{caption}{squares}{note}",
         [trace],
         {
             "xaxis": {**ticks, "showticklabels": below},

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from coterie._core import broadcast, files
+from coterie._core import broadcast, files, manifest
 from coterie._core.errors import RunError
+from coterie.engine.ledger import Ledger
 from coterie.models.metrics import LOSS, TASKS, lookup, main_metric
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.roster import Roster
+from coterie.train.save import TEST_ROWS
 
 if TYPE_CHECKING:
     import polars
@@ -23,6 +25,25 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation", "train")
 MOST_SIBLINGS = 200  # at most this many neighbouring folders are searched for a run that trained alone
 LARGEST_MODELS = 1 << 28  # bytes; larger files of personal models are not read
+
+
+class Price(NamedTuple):
+    """What training cost: rounds, megabytes in both directions together, and seconds."""
+
+    rounds: float
+    megabytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TestRows:
+    """Values of test rows by metric [rows], with the client of each row and what tells repeated rows apart."""
+
+    __test__ = False  # not a test
+
+    client: np.ndarray
+    row: np.ndarray
+    values: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -42,7 +63,11 @@ class RunFacts:
     metric, split, scores
         The main metric, the split it was computed on (test if there is one), and its value per client [n].
     seeds
-        Seeds over which `scores` is averaged; more than one in a comparison.
+        Splits or folds over which `scores` is averaged; more than one in a comparison.
+    test_rows
+        Values of single test rows, where they were recorded.
+    averages
+        Rounds, megabytes and seconds of a method in a comparison, means over its splits; None for a run by itself.
     """
 
     folder: Path
@@ -58,6 +83,8 @@ class RunFacts:
     split: str
     scores: np.ndarray
     seeds: int = 1
+    test_rows: TestRows | None = None
+    averages: Mapping[str, float] | None = None
 
     @property
     def algorithm(self) -> str:
@@ -75,9 +102,39 @@ class RunFacts:
         return self.algorithm == "local" and not self.label.startswith("auto")
 
     @property
+    def task(self) -> str:
+        """Kind of target, by the main metric that was recorded."""
+        recorded = set(self.metrics["metric"])
+        return next((task for task in TASKS if main_metric(task).name in recorded), "binary")
+
+    @property
     def deployed_round(self) -> int:
         """Round whose models are deployed."""
         return int(self.result["deployed_round"])
+
+    @property
+    def price(self) -> Price:
+        """Rounds, megabytes and seconds until the deployed models, as every table and sentence tells them."""
+        if self.averages is None:
+            t = self.deployed_round
+            return Price(t, self.megabytes_at(t), float(self.result["seconds"]))
+        mean = self.averages
+        return Price(mean["rounds"], mean["mb_up"] + mean["mb_down"], mean["seconds"])
+
+    @property
+    def trained_on(self) -> list[str]:
+        """Splits whose rows the deployed models have seen."""
+        return list(self.result.get("trained_on", ["train"]))
+
+    @property
+    def race(self) -> Price | None:
+        """Rounds and megabytes of everybody in the race that chose this run; None if a person chose it."""
+        path = self.folder / "choice.json"
+        if not path.exists():
+            return None
+        rows = files.read_json(path)["race"]
+        rounds = sum(row["rounds"] + row["checked_rounds"] for row in rows)
+        return Price(rounds, sum(row["megabytes"] for row in rows), float("nan"))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -117,20 +174,8 @@ class RunFacts:
 
     @functools.cached_property
     def megabytes(self) -> dict[int, tuple[float, float]]:
-        """Megabytes sent up and down until the end of every round, without evaluation."""
-        import polars as pl
-
-        sums = (
-            self.ledger.filter(pl.col("kind") != "evaluate")
-            .group_by("round")
-            .agg(pl.col("bytes_up").sum(), pl.col("bytes_down").sum())
-        )
-        up = down = 0.0
-        found: dict[int, tuple[float, float]] = {}
-        for t, sent, got in sums.sort("round").iter_rows():
-            up, down = up + sent / 1e6, down + got / 1e6
-            found[int(t)] = (up, down)
-        return found
+        """Megabytes sent up and down until the end of every round, without evaluation and refitting."""
+        return Ledger.from_frame(self.ledger).megabytes()
 
     def megabytes_at(self, t: int) -> float:
         """Return the megabytes sent until the end of round t, both directions together."""
@@ -145,6 +190,8 @@ class RunFacts:
 
     def validation_cost(self) -> float:
         """Return the mean validation loss, or cost of the metric that the run was asked for."""
+        if self.averages is not None and "validation_cost" in self.averages:
+            return float(self.averages["validation_cost"])
         judge = lookup(self.config["plan"].get("metric", "")) or LOSS
         values = self.per_client("validation", judge.name).get(self.deployed_round)
         return float("inf") if values is None else judge.cost(float(np.nanmean(values)))
@@ -156,18 +203,24 @@ class RunFacts:
     @functools.cached_property
     def weights(self) -> np.ndarray | None:
         """Last recorded matrix of weights between clients [n, n], if the method has one."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         path = self.folder / "traces.safetensors"
         if not path.exists():
             return None
         n = len(self.names)
-        with safe_open(path, framework="np") as stream:
-            square = [k for k in stream.keys() if stream.get_slice(k).get_shape() == [n, n]]
-            if not square:
-                return None
-            last = max(square, key=lambda name: ("weight" in name, int(name.rpartition(".")[2])))
-            return np.asarray(stream.get_tensor(last), dtype=float)
+        manifest.check(path)
+        try:
+            with safe_open(path, framework="np") as stream:
+                square = [k for k in stream.keys() if stream.get_slice(k).get_shape() == [n, n]]
+                if not square:
+                    return None
+                last = max(square, key=lambda name: ("weight" in name, int(name.rpartition(".")[2])))
+                return np.asarray(stream.get_tensor(last), dtype=float)
+        except (SafetensorError, ValueError, OSError) as problem:
+            raise RunError(
+                f"{path} is damaged ({problem}). Restore it from a copy, or train again."
+            ) from None
 
     @functools.cached_property
     def personal(self) -> np.ndarray | None:
@@ -226,7 +279,7 @@ def _comparison(path: Path) -> list[RunFacts]:
     """Read the runs of a comparison: those of its first seed, with scores averaged over all its seeds."""
     import polars as pl
 
-    scores = pl.read_parquet(path / "clients.parquet")
+    scores = files.read_parquet(path / "clients.parquet")
     metric = scores.columns[-1]
     if lookup(metric) is None:
         raise RunError(
@@ -235,16 +288,36 @@ def _comparison(path: Path) -> list[RunFacts]:
         )
     seeds = scores["seed"].n_unique()
     means = scores.group_by("algorithm", "client").agg(pl.col(metric).mean())
+    rows = files.read_parquet(path / "rows.parquet") if (path / "rows.parquet").exists() else None
     runs = []
     for row in files.read_json(path / "compare.json")["rows"]:
         run = _run(path / row["algorithm"])
         mine = means.filter(pl.col("algorithm") == row["algorithm"])
         known = dict(zip(mine["client"], mine[metric], strict=True))
         values = np.array([known.get(name, np.nan) for name in run.names])
+        tested = None if rows is None else _test_rows(rows, f"{row['algorithm']}/")
         runs.append(
-            replace(run, label=row["algorithm"], metric=metric, scores=values, split="test", seeds=seeds)
+            replace(
+                run,
+                label=row["algorithm"],
+                metric=metric,
+                scores=values,
+                split="test",
+                seeds=seeds,
+                test_rows=tested,
+                averages=row,
+            )
         )
     return runs
+
+
+def _test_rows(frame: polars.DataFrame, prefix: str = "") -> TestRows:
+    """Return the rows of a table with the columns client, row (if rows repeat) and a column per metric."""
+    known = {"client", "row"}
+    names = [name for name in frame.columns if name not in known and name.startswith(prefix)]
+    row = frame["row"].to_numpy() if "row" in frame.columns else np.arange(frame.height)
+    values = {name.removeprefix(prefix): frame[name].to_numpy() for name in names}
+    return TestRows(frame["client"].to_numpy(), row, values)
 
 
 def _run(path: Path) -> RunFacts:
@@ -255,15 +328,13 @@ def _run(path: Path) -> RunFacts:
 
 
 def _read(folder: RunFolder) -> RunFacts:
-    import polars as pl
-
     path = folder.path
     if "adapt" in folder.config:
         raise RunError(f"{path} holds adapted models only. Report {folder.config['adapt']['run']}")
     if not folder.finished():
         raise RunError(f"{path} is not finished. Finish it with `coterie resume {path}`, then report it.")
     config = folder.config
-    metrics = pl.read_parquet(path / "metrics.parquet")
+    metrics = files.read_parquet(path / "metrics.parquet")
     recorded, asked = set(metrics["metric"]), config["plan"].get("metric", "")
     mains = (main_metric(task).name for task in TASKS)
     main = next((name for name in mains if name in recorded), "accuracy")
@@ -279,10 +350,11 @@ def _read(folder: RunFolder) -> RunFacts:
         names=names,
         roster=roster,
         metrics=metrics,
-        ledger=pl.read_parquet(path / "ledger.parquet"),
+        ledger=files.read_parquet(path / "ledger.parquet"),
         metric=metric,
         split="",
         scores=np.empty(0),
+        test_rows=_test_rows(files.read_parquet(path / TEST_ROWS)) if (path / TEST_ROWS).exists() else None,
     )
     run = _by_metric(found, metric)
     if run is None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.models.metrics import find
+from coterie.models.metrics import Metric, find
 from coterie.report.facts import RunFacts
+from coterie.select.verdict import Verdict, row_metric
 
 BETTER, WORSE, UP, DOWN, SAME, UNKNOWN = "better", "worse", "up", "down", "same", "unknown"
 VERDICTS = {
@@ -23,9 +24,10 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Scores:
-    """Metric of every client and its gain over training alone, both with 95 % intervals [n].
+    """Metric of every client with its 95 % interval, and its gain over training alone [n].
 
-    Gains are positive if the client is better off, whatever the metric. NaN means unknown.
+    Gains are positive if the client is better off, whatever the metric. Where single rows are known they are the
+    shrunken ones of the verdict, with 95 % intervals; else plain differences. NaN means unknown.
     """
 
     value: np.ndarray
@@ -34,34 +36,22 @@ class Scores:
     gain: np.ndarray
     gain_low: np.ndarray
     gain_high: np.ndarray
+    verdict: Verdict | None = None
 
     @property
     def verdicts(self) -> list[str]:
         """Verdict on every client, one of the keys of `VERDICTS`."""
-        return [verdict(*three) for three in zip(self.gain, self.gain_low, self.gain_high, strict=True)]
+        called = np.zeros(len(self.gain)) if self.verdict is None else self.verdict.called
+        return [verdict(gain, said) for gain, said in zip(self.gain, called, strict=True)]
 
 
-@dataclass(frozen=True)
-class MeanGain:
-    """Mean gain over clients with Student's 95 % interval (None for fewer than two clients), and counts."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    improved: int
-    harmed: int
-    same: int
-
-
-def verdict(gain: float, low: float, high: float) -> str:
-    """Classify a gain by its sign and its 95 % interval; the result is a key of `VERDICTS`."""
+def verdict(gain: float, called: int) -> str:
+    """Return the verdict on a client, a key of `VERDICTS`, from its gain and the sign that may be said."""
+    if called:
+        return BETTER if called > 0 else WORSE
     if math.isnan(gain):
         return UNKNOWN
-    if gain == 0:
-        return SAME
-    if gain > 0:
-        return BETTER if low > 0 else UP
-    return WORSE if high < 0 else DOWN
+    return SAME if gain == 0 else UP if gain > 0 else DOWN
 
 
 def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
@@ -84,16 +74,39 @@ def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
     if alone is None or alone is run or alone.split != run.split:
         nothing = np.full_like(run.scores, np.nan)
         return Scores(run.scores, low, high, nothing, nothing, nothing)
-    other_low, other_high = interval(run.metric, alone.scores, count)
-    if find(run.metric).higher_is_better:
-        gain, down, up = run.scores - alone.scores, run.scores - low, high - run.scores
-        other_down, other_up = other_high - alone.scores, alone.scores - other_low
-    else:
-        gain, down, up = alone.scores - run.scores, high - run.scores, run.scores - low
-        other_down, other_up = alone.scores - other_low, other_high - alone.scores
-    gain = np.where(np.abs(gain) < 1e-12, 0.0, gain)
-    return Scores(
-        run.scores, low, high, gain, gain - np.hypot(down, other_down), gain + np.hypot(up, other_up)
+    metric = find(run.metric)
+    judged = by_rows(run, alone, row_metric(metric, run.task))
+    if judged is None:
+        plain = metric.sign * (run.scores - alone.scores)
+        nothing = np.full_like(plain, np.nan)
+        told = Verdict.of_clients(run.scores, alone.scores, run.names, metric, run.task)
+        return Scores(run.scores, low, high, plain, nothing, nothing, told if told.known else None)
+    shown = judged if judged.metric.name == metric.name else by_rows(run, alone, metric)
+    if shown is None:
+        plain = metric.sign * (run.scores - alone.scores)
+        nothing = np.full_like(plain, np.nan)
+        return Scores(run.scores, low, high, plain, nothing, nothing, judged)
+    with np.errstate(all="ignore"):
+        unit = 1 / np.maximum(run.scores + alone.scores, 1e-300) if metric.is_root else 1.0
+    gain, gain_low, gain_high = (part * unit for part in shown.intervals)
+    return Scores(run.scores, low, high, gain, gain_low, gain_high, judged)
+
+
+def by_rows(run: RunFacts, alone: RunFacts, metric: Metric) -> Verdict | None:
+    """Return the verdict on two runs by the metric of single test rows, or None if the rows are not the same."""
+    mine, other = run.test_rows, alone.test_rows
+    if mine is None or other is None or metric.name not in mine.values or metric.name not in other.values:
+        return None
+    if run.rows_hash != alone.rows_hash or not np.array_equal(mine.row, other.row):
+        return None
+    return Verdict.of_rows(
+        mine.values[metric.name],
+        other.values[metric.name],
+        mine.client,
+        run.names,
+        metric,
+        mine.row,
+        task=run.task,
     )
 
 
@@ -122,18 +135,3 @@ def interval(metric: str, value: np.ndarray, rows: np.ndarray) -> tuple[np.ndarr
 
     low, high = (np.sqrt(rows / (2 * gammaincinv(rows / 2, tail))) for tail in (0.975, 0.025))
     return value * low, value * high
-
-
-def mean_gain(gain: np.ndarray) -> MeanGain | None:
-    """Summarise the gains of the clients that have one; None if no client has."""
-    from scipy.special import stdtrit
-
-    known = gain[~np.isnan(gain)]
-    if not len(known):
-        return None
-    counts = int((known > 0).sum()), int((known < 0).sum()), int((known == 0).sum())
-    if len(known) < 2:
-        return MeanGain(float(known.mean()), None, None, *counts)
-    half = float(stdtrit(len(known) - 1, 0.975) * known.std(ddof=1) / math.sqrt(len(known)))
-    mean = float(known.mean())
-    return MeanGain(mean, mean - half, mean + half, *counts)

@@ -12,19 +12,31 @@ from typing import Any
 import numpy as np
 
 from coterie._core import files
+from coterie._core.errors import SettingError
 from coterie.models.metrics import find
 from coterie.report import charts, collaboration, summary
+from coterie.report.board import Quality, client_column, tiles
+from coterie.report.client_pages import client_pages
 from coterie.report.differences import heterogeneity
 from coterie.report.facts import RunFacts, read_runs, with_baseline
-from coterie.report.gains import VERDICTS, Scores, mean_gain, scores
+from coterie.report.gains import VERDICTS, Scores, scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import Panel, numbers
+from coterie.report.pdf import find_browser, print_page
+from coterie.report.privacy_panels import privacy
 
 TEMPLATES = Path(__file__).parent / "templates"
 REPORT = "report.html"
 
 
-def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def write_report(
+    paths: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    by: Sequence[str] = (),
+    threshold: float = 0.5,
+    pdf: bool | str | Path = False,
+) -> Path:
     """Write one self-contained page about runs and comparisons.
 
     Parameters
@@ -34,16 +46,24 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
         first one is found by itself and serves as the baseline.
     out
         File to write; `report.html` in the first folder if not given.
+    by
+        Columns of the table, such as 'sex', by whose values the quality is shown as well.
+    threshold
+        For two classes: the probability from which a row is called positive.
+    pdf
+        Also print the page with an installed browser: True beside the page, or the file to write.
 
     Returns
     -------
     Path
-        The file.
+        The page.
 
     Raises
     ------
     RunError
         If a folder holds no finished run, or the runs have different clients or metrics.
+    SettingError
+        If the threshold is not between 0 and 1, or there is no browser to print with.
 
     Examples
     --------
@@ -58,13 +78,19 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     >>> page.name, "Who gained, who lost" in text
     ('report.html', True)
     """
+    if not 0 < threshold < 1:
+        raise SettingError(f"threshold is {threshold}; give a probability between 0 and 1")
+    if pdf:
+        find_browser()
     folders = [Path(path) for path in paths]
     place = folders[0] / REPORT if out is None else Path(out)
-    files.write_text(place, report(folders))
+    files.write_text(place, report(folders, by, threshold))
+    if pdf:
+        print_page(place, place.with_suffix(".pdf") if pdf is True else Path(pdf))
     return place
 
 
-def report(paths: Sequence[Path]) -> str:
+def report(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0.5) -> str:
     """Return the page that `write_report` writes, as text."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
@@ -78,11 +104,11 @@ def report(paths: Sequence[Path]) -> str:
     )
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a run that diverged is shown too
-        shown = contents(paths)
+        shown = contents(paths, by, threshold)
     return environment.get_template("page.html.j2").render(plotly=get_plotlyjs(), **shown)
 
 
-def contents(paths: Sequence[Path]) -> dict[str, Any]:
+def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0.5) -> dict[str, Any]:
     """Collect everything the template shows."""
     runs = with_baseline(read_runs(paths))
     main, alone = _main(runs), next((run for run in runs if run.alone), None)
@@ -94,18 +120,23 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
         for k, run in enumerate(runs)
     ]
     maps.sort(key=lambda entry: entry[0] is not main)
+    shown = Quality.of(main, alone, by, threshold)
     sections = {
+        "quality": shown.panels,
+        "columns": [] if shown.coefficients is None else [shown.coefficients.panel()],
+        "fairness": [part.panel for part in shown.groups],
         "gains": [panel for panel in quality if panel is not None],
         "progress": charts.curves(runs),
         "spread": [charts.distribution(runs)],
         "differences": heterogeneity(main),
         "traffic": [panel for panel in [charts.communication(runs)] if panel is not None],
+        "privacy": privacy(runs),
     }
     panels = [panel for group in sections.values() for panel in group]
     panels += [panel for _, _, group in maps for panel in group]
     return {
         "title": _title(runs, main),
-        "headline": summary.headline(main, alone, mean_gain(main_scores.gain)),
+        "headline": summary.headline(main, alone, main_scores.verdict),
         "summary": summary.sentences(runs, all_scores, main, alone),
         "glossary": summary.GLOSSARY,
         "main": main,
@@ -113,8 +144,13 @@ def contents(paths: Sequence[Path]) -> dict[str, Any]:
         "runs": runs,
         "side_by_side": _side_by_side(runs, all_scores, main),
         "sections": sections,
+        "quality": shown,
+        "tiles": tiles(main, alone, main_scores, shown),
+        "pages": client_pages(main, alone, main_scores, shown.held, shown.coefficients, threshold),
+        "client_column": client_column(main),
         "maps": maps,
         "verdicts": VERDICTS,
+        "gain_unit": "" if main_scores.verdict is None else f" in {main_scores.verdict.title}",
         "direction": charts.direction(main),
         "percent": find(main.metric).percent,
         "repeat": [_repeat(run) for run in runs],
@@ -127,7 +163,7 @@ def _main(runs: Sequence[RunFacts]) -> RunFacts:
     together = [run for run in runs if not run.alone]
     if not together:
         return runs[0]
-    if all(run.seeds > 1 for run in together):
+    if all(run.averages is not None for run in together):
         return min(together, key=RunFacts.validation_cost)
     return together[0]
 
@@ -145,14 +181,16 @@ def _side_by_side(
     """Return a row for each run: quality, who gained and lost, and cost."""
     rows = []
     for run, one in zip(runs, all_scores, strict=True):
-        gain = mean_gain(one.gain)
+        verdict = None if run.alone else one.verdict
+        gain = None if verdict is None else verdict.by_rows
         values = run.scores[~np.isnan(run.scores)]
         low, high = (values.min(), values.max()) if len(values) else (np.nan, np.nan)
         interval = (
             ""
-            if gain is None or gain.low is None or gain.high is None
+            if verdict is None or gain is None or gain.low is None or gain.high is None
             else (
-                f"{show_gain(run.metric, gain.low, unit=False)} to {show_gain(run.metric, gain.high, unit=False)}"
+                f"{show_gain(verdict.metric.name, gain.low, unit=False)} to "
+                f"{show_gain(verdict.metric.name, gain.high, unit=False)}"
             )
         )
         rows.append(
@@ -161,13 +199,15 @@ def _side_by_side(
                 "main": run is main,
                 "mean": show(run.metric, float(values.mean())),
                 "worst": show(run.metric, float(low if find(run.metric).higher_is_better else high)),
-                "improved": "" if gain is None else f"{gain.improved:,}",
-                "harmed": "" if gain is None else f"{gain.harmed:,}",
-                "gain": "" if gain is None else show_gain(run.metric, gain.mean, unit=False),
+                "improved": "" if verdict is None else f"{verdict.improved:,}",
+                "harmed": "" if verdict is None else f"{verdict.harmed:,}",
+                "gain": ""
+                if verdict is None or gain is None
+                else show_gain(verdict.metric.name, gain.value, unit=False),
                 "interval": interval,
-                "rounds": run.deployed_round,
-                "traffic": size(run.megabytes_at(run.deployed_round)),
-                "seconds": f"{float(run.result['seconds']):.1f}",
+                "rounds": f"{run.price.rounds:.0f}",
+                "traffic": size(run.price.megabytes),
+                "seconds": f"{run.price.seconds:.1f}",
             }
         )
     return rows
@@ -212,6 +252,7 @@ def _data(
         "higher": find(main.metric).higher_is_better,
         "split": main.split,
         "names": main.names,
+        "client_column": client_column(main),
         "rows": None if roster is None else roster.rows,
         "clusters": names,
         "main": runs.index(main),

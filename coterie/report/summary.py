@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 
 import numpy as np
 
 from coterie.models.metrics import find
+from coterie.models.table_models import TABLE_MODELS
 from coterie.report.facts import RunFacts
-from coterie.report.gains import BETTER, WORSE, MeanGain, Scores, mean_gain
-from coterie.report.numbers import count, listed, show, show_gain, size
+from coterie.report.gains import Scores
+from coterie.report.numbers import count, listed, show, size
+from coterie.select.verdict import Verdict
 
 GLOSSARY = (
     ("client", "somebody whose data stay where they are: a hospital, a shop, a phone"),
@@ -33,22 +36,25 @@ GLOSSARY = (
     ("round", "one exchange: models go out, clients work on their rows, results come back"),
     (
         "95 % interval",
-        "the range in which the true value plausibly lies; with few rows it is wide. For the gain of one client the "
-        "two models are treated as if they had been scored on different rows, which is cautious",
+        "the range in which the true value plausibly lies; with few rows it is wide",
+    ),
+    (
+        "gain of a client",
+        "by how much the model trained together is better than the one trained alone, on the same rows. What other "
+        "clients show counts too, so that a few lucky rows do not decide; a client is called better or worse off only "
+        "if that is 97.5 % certain and, over all clients, at most 5 % of what is said is expected to be wrong",
     ),
 )
 
 
-def headline(main: RunFacts, alone: RunFacts | None, gain: MeanGain | None) -> str:
+def headline(main: RunFacts, alone: RunFacts | None, verdict: Verdict | None) -> str:
     """Return the verdict in a few words."""
     if main.alone:
         return "Every client trained alone"
-    if alone is None or gain is None:
+    if alone is None or verdict is None:
         return "Trained together; not yet compared with training alone"
-    if gain.low is not None and gain.low > 0:
-        return "Training together helped"
-    if gain.high is not None and gain.high < 0:
-        return "Training together did harm"
+    if verdict.sign:
+        return "Training together helped" if verdict.sign > 0 else "Training together did harm"
     return "No clear difference between training together and alone"
 
 
@@ -61,8 +67,8 @@ def sentences(
         _setting(main),
         _quality(main),
         *_gain(main, scores, alone),
-        *_clients(main, scores),
         _price(main),
+        *_refitted(main),
         *_trouble(main),
         *_others(runs, main),
     ]
@@ -119,25 +125,12 @@ def _quality(run: RunFacts) -> str:
 
 
 def _gain(run: RunFacts, scores: Scores, alone: RunFacts | None) -> list[str]:
-    """Say who gained over training alone, and whether the mean gain is more than chance."""
+    """Say who gained over training alone, as far as the test rows allow."""
     if run.alone:
         return []
-    gain = mean_gain(scores.gain)
-    if alone is None or gain is None:
+    if alone is None or scores.verdict is None:
         return [missing_baseline(run)]
-    n = gain.improved + gain.harmed + gain.same
-    who = (
-        f"{gain.improved:,} of {count(n, 'client')} did better, {gain.harmed:,} worse, {gain.same:,} the same"
-    )
-    text = f"Compared with training alone, {who}."
-    if gain.low is None or gain.high is None:
-        return [f"{text} The gain is {show_gain(run.metric, gain.mean)}."]
-    low, high = show_gain(run.metric, gain.low, unit=False), show_gain(run.metric, gain.high)
-    sure = {
-        (True, False): "so the gain is more than chance",
-        (False, True): "so the loss is more than chance",
-    }.get((gain.low > 0, gain.high < 0), "so it may be chance")
-    text += f" The mean gain is {show_gain(run.metric, gain.mean)} (95 % interval {low} to {high}), {sure}."
+    text = scores.verdict.sentence(run.label, "training alone")
     if alone.rows_hash != run.rows_hash:
         text += " The run that trained alone used another split of the rows: single clients are compared less exactly."
     return [text]
@@ -152,26 +145,26 @@ def missing_baseline(run: RunFacts) -> str:
     )
 
 
-def _clients(run: RunFacts, scores: Scores) -> list[str]:
-    """Name the clients that are clearly better off together, and those clearly better off alone."""
-    verdicts = scores.verdicts
-    texts = []
-    for kind, what in ((BETTER, "clearly better off together"), (WORSE, "clearly better off alone")):
-        names = [name for name, found in zip(run.names, verdicts, strict=True) if found == kind]
-        if names:
-            texts.append(f"{listed(names)} {'is' if len(names) == 1 else 'are'} {what}.")
-    return texts
-
-
 def _price(run: RunFacts) -> str:
-    """Say what the run cost in rounds, time and traffic."""
-    traffic = run.megabytes_at(run.deployed_round)
-    rounds = count(run.deployed_round, "round")
+    """Say what the deployed models cost in rounds, time and traffic, and what the race did that chose them."""
+    rounds, traffic, _ = run.price
+    took = f"{rounds:,.0f} round{'' if rounds == 1 else 's'} and {_seconds(run)}"
+    race = run.race
+    chosen = "" if race is None else f" The race that chose them took {race.rounds:,.0f} rounds"
+    if race is not None:
+        chosen += f" and moved {size(race.megabytes)}, theirs included."
     if run.alone or traffic == 0:
-        return f"It took {rounds} and {_seconds(run)}; nothing crossed the network."
+        return f"The models took {took}; nothing crossed the network for them.{chosen}"
     each = traffic / max(1, len(run.names))
-    moved = f"{size(traffic)} over the network ({size(each)} per client)"
-    return f"It took {rounds} and {_seconds(run)}, and moved {moved}."
+    return f"The models took {took}, and moved {size(traffic)} over the network ({size(each)} per client).{chosen}"
+
+
+def _refitted(run: RunFacts) -> list[str]:
+    """Say which rows the deployed models have seen, where that is not the training rows alone."""
+    if run.trained_on == ["train"]:
+        return []
+    rows = "all rows, test rows included" if "test" in run.trained_on else "training and validation rows"
+    return [f"Then the models were trained again on {rows}; the scores on this page are from before."]
 
 
 def _trouble(run: RunFacts) -> list[str]:
@@ -192,7 +185,7 @@ def _trouble(run: RunFacts) -> list[str]:
 
 def _seconds(run: RunFacts) -> str:
     """Format the duration of the run."""
-    seconds = float(run.result["seconds"])
+    seconds = run.price.seconds
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} hours"
     return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.1f} seconds"
@@ -233,11 +226,21 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
             parts += [f"--{name}", _quoted(data[name])]
     for column in data.get("drop", []):
         parts += ["--drop", _quoted(column)]
+    if data.get("split") and list(data["split"]) != [0.6, 0.2, 0.2]:
+        parts += ["--split", ",".join(map(str, data["split"]))]
     parts += ["--rounds", str(plan["rounds"]), "--seed", str(federation["seed"])]
+    parts += ["--refit", plan.get("refit", "none")]
     if plan["select"] != "last":
         parts += ["--select", plan["select"]]
     if "metric" in plan:
         parts += ["--metric", _quoted(plan["metric"])]
+    model = json.loads(data.get("model", "{}")).get("model")
+    if model in TABLE_MODELS and model != "linear" and not (alone and model == "trees"):
+        parts += ["--model", model]
+    if "aggregate" in plan:
+        parts += ["--aggregate", plan["aggregate"]]
+    if "epsilon" in plan:
+        parts += ["--epsilon", str(plan["epsilon"]), "--delta", str(plan["delta"]), "--unit", plan["unit"]]
     if federation.get("dropout"):
         parts += ["--dropout", str(federation["dropout"])]
     parts += ["--algorithm", "local" if alone else run.algorithm]

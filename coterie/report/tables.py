@@ -15,23 +15,27 @@ from rich.text import Text
 
 from coterie.data.column_types import some
 from coterie.models.metrics import find, main_metric
+from coterie.train import private
 
 if TYPE_CHECKING:
     import polars
 
     from coterie.algorithms.base import Algorithm
     from coterie.select.compare import Comparison
+    from coterie.select.privacy_curve import PrivacyCurve
     from coterie.select.tune import Search
     from coterie.train.adapt import Adapted
     from coterie.train.run import Run
 
-LEGEND = "improved, harmed and gain are relative to local; bold: chosen by validation"
+LEGEND = "against training alone, on the same test rows; bold: chosen by validation"
+
+OVER_ROWS = {"loss": "log-loss", "auc": "AUC"}  # columns over all rows; the metric itself is "all rows"
 
 Column = tuple[str, list[str]]
 
 
 def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
-    """Return the table of a comparison, or two tables if one would be too wide.
+    """Return the table of a comparison, or three tables if one would be too wide.
 
     Parameters
     ----------
@@ -46,14 +50,17 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         A row per method: quality, clients improved and harmed, and cost.
     """
     title = f"Test {comparison.metric} over {comparison.clients} clients ({direction(comparison.metric)})"
+    if comparison.folds > 1:
+        title += f", every row tested once in {comparison.folds} folds"
     method: Column = ("method", [row["algorithm"] for row in comparison.rows])
-    quality, quartiles, price = _quality(comparison), _quartiles(comparison), _price(comparison.rows)
-    best = method[1].index(comparison.chosen())
-    whole = _number_table(title, method, [*quality[:2], quartiles, *quality[2:], *price], best, LEGEND)
+    quality, gains, price = _quality(comparison), _gains(comparison), _price(comparison.rows)
+    quartiles, best = _quartiles(comparison), method[1].index(comparison.chosen())
+    whole = _number_table(title, method, [*quality, quartiles, *gains, *price], best, LEGEND)
     if Console(width=1000).measure(whole).maximum <= width:
         return [whole]
     return [
-        _number_table(title, method, quality, best, LEGEND),
+        _number_table(title, method, quality, best),
+        _number_table("", method, gains, best, LEGEND),
         _number_table("", method, [quartiles, *price], best),
     ]
 
@@ -64,17 +71,46 @@ def direction(metric: str) -> str:
 
 
 def _quality(comparison: Comparison) -> list[Column]:
-    """Return the columns about the metric and the gain over training alone."""
+    """Return the columns about the metrics: means over clients, and over the rows of all of them."""
     rows, show = comparison.rows, _format(comparison)
-    alone = [row["algorithm"] == "local" for row in rows]
-    pairs = list(zip(rows, alone, strict=True))
-    return [
-        ("mean ± sd", [f"{show(row['mean'])} ± {show(row['sd'])}" for row in rows]),
-        ("worst", [show(row["worst"]) for row in rows]),
-        ("improved", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
-        ("harmed", ["" if own else f"{row['harmed']:.0f} %" for row, own in pairs]),
-        ("gain, 95 %", ["" if own else _interval(row, show) for row, own in pairs]),
+    sd = len({trial.seed for trial in comparison.trials}) > 1
+    spread = [f" ± {show(row['sd'])}" if sd else "" for row in rows]
+    beside = [
+        (OVER_ROWS.get(name, "all rows"), [_optional(row["over_rows"][name]) for row in rows])
+        for name in rows[0]["over_rows"]
     ]
+    return [
+        (
+            "mean ± sd" if sd else "mean",
+            [show(row["mean"]) + off for row, off in zip(rows, spread, strict=True)],
+        ),
+        ("worst", [show(row["worst"]) for row in rows]),
+        *beside,
+    ]
+
+
+def _optional(value: float | None) -> str:
+    """Format a value over all rows; empty if it is not defined."""
+    return "" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def _gains(comparison: Comparison) -> list[Column]:
+    """Return the columns about the gain over training alone, by paired rows."""
+    rows = comparison.rows
+    show = _Decimals.for_metric(comparison.row_metric.name, _ends(rows))
+    pairs = [(row, row["algorithm"] == "local") for row in rows]
+    name = "log-loss" if comparison.row_metric.name == "loss" else comparison.row_metric.name
+    return [
+        ("clients better", ["" if own else f"{row['improved']:.0f} %" for row, own in pairs]),
+        ("worse", ["" if own else f"{row['harmed']:.0f} %" for row, own in pairs]),
+        (f"{name} gain, 95 %", ["" if own else _interval(row, show) for row, own in pairs]),
+    ]
+
+
+def _ends(rows: list[dict[str, Any]]) -> list[float]:
+    """Return the ends of all intervals."""
+    ends = [row[end] for row in rows for end in ("gain_low", "gain_high")]
+    return [10 * abs(end) for end in ends if end]
 
 
 def _interval(row: dict[str, Any], show: _Decimals) -> str:
@@ -129,6 +165,23 @@ class _Decimals:
         return text if len(text) <= self.places + 8 else f"{value:{sign}.3g}"
 
 
+def privacy_table(curve: PrivacyCurve) -> Table:
+    """Return a table of a privacy curve: a row per method, a column per epsilon."""
+    prices = list(dict.fromkeys(point.epsilon for point in curve.points))
+    names = list(dict.fromkeys(point.algorithm for point in curve.points))
+    show = _Decimals.for_metric(curve.metric, (point.mean for point in curve.points))
+    found = {(point.algorithm, point.epsilon): show(point.mean) for point in curve.points}
+    shown = [f"epsilon {price:g}" if math.isfinite(price) else "no noise" for price in prices]
+    values = [
+        (title, [found[name, price] for name in names]) for title, price in zip(shown, prices, strict=True)
+    ]
+    title = (
+        f"Mean test {curve.metric} ({direction(curve.metric)}); every {curve.unit} is protected with delta "
+        f"{curve.delta:g}"
+    )
+    return _number_table(title, ("method", names), values, None)
+
+
 def run_table(run: Run, most: int = 20) -> Table:
     """Return a table of the metric of every client's deployed model.
 
@@ -174,6 +227,10 @@ def run_summary(run: Run) -> dict[str, Any]:
         "mean": _finite(_mean(run, split, metric, scores)),
         "clients": {name: _finite(value) for name, value in zip(run.fed.names, scores, strict=True)},
         "observed": {name: _finite(value) for name, value in _observed(run).items()},
+        "trained_on": list(run.trained_on),
+        "mb_up": run.traffic()[0],
+        "mb_down": run.traffic()[1],
+        "privacy": private.report(run.fed),
         "seconds": run.seconds,
         "folder": str(run.folder) if run.folder is not None else None,
     }
@@ -214,8 +271,14 @@ def run_notes(run: Run) -> list[str]:
             f"{len(missed)} replies, from round {missed[0][0]} on, did not come or could not be used "
             f"({some(dict.fromkeys(name for _, name in missed))})."
         )
+    if run.refit != "none":
+        rows = "all rows" if run.refit == "all" else "training and validation rows"
+        notes.append(f"The models were trained again on {rows}; the scores are from before.")
     if run.lost_rounds:
         notes.append(f"{run.lost_rounds} of {run.rounds} rounds were lost because no client replied.")
+    cost = private.explain(run.fed)
+    if cost is not None:
+        notes.append(cost)
     seen = _observed(run)
     if seen:
         values = ", ".join(f"{name} {value:.3g}" for name, value in seen.items())
@@ -223,6 +286,17 @@ def run_notes(run: Run) -> list[str]:
             f"After round {run.rounds} {run.algorithm.name} recorded {values}; metrics.parquet has every round."
         )
     return notes
+
+
+def certified(run: Run, target: float) -> str:
+    """Return a sentence on whether a run proved its accuracy."""
+    bound = run.algorithm.certificate(run.state)
+    if bound <= target:
+        return f"Proved after {run.deployed_round} rounds: the training loss is at most {bound:.3g} above its minimum."
+    return (
+        f"Not proved in {run.deployed_round} rounds: the training loss may be {bound:.3g} above its minimum, the "
+        f"target is {target:g}. Give more --rounds, a larger --l2 or a smaller alpha."
+    )
 
 
 def _observed(run: Run) -> dict[str, float]:
@@ -330,7 +404,13 @@ def description_tables(description: dict[str, Any], most: int = 30) -> list[str 
         f"target {description['target']}: {description['task']}"
     )
     columns = [
-        (column["column"], column["kind"], _percent(column["missing_percent"] / 100), _values(column))
+        (
+            column["column"],
+            column["read_as"],
+            "yes" if column["used"] else "no",
+            _percent(column["missing_percent"] / 100),
+            _values(column),
+        )
         for column in description["columns"]
     ]
     clients = [
@@ -339,7 +419,11 @@ def description_tables(description: dict[str, Any], most: int = 30) -> list[str 
     ]
     return [
         summary,
-        _text_table(_some("Columns", columns, most), ("column", "kind", "missing", "values"), columns[:most]),
+        _text_table(
+            _some("Columns", columns, most),
+            ("column", "read as", "used", "missing", "values"),
+            columns[:most],
+        ),
         _text_table(_some("Clients", clients, most), ("client", "rows", "missing", "target"), clients[:most]),
     ]
 
@@ -351,10 +435,14 @@ def _some(title: str, rows: Sequence[Any], most: int) -> str:
 
 def _values(column: dict[str, Any], most: int = 5) -> str:
     """Describe the values of a column: mean and standard deviation, or its levels."""
+    if not column["used"]:
+        return str(column["why"])
     if column["kind"] == "numeric":
-        return f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
-    levels = column["levels"]
-    return f"{len(levels)} levels: {', '.join(levels[:most])}" + (", …" if len(levels) > most else "")
+        text = f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
+    else:
+        levels = column["levels"]
+        text = f"{len(levels)} levels: {', '.join(levels[:most])}" + (", …" if len(levels) > most else "")
+    return f"{text}; {column['why']}" if column["why"] else text
 
 
 def _target(client: dict[str, Any], most: int = 4) -> str:
@@ -369,8 +457,10 @@ def _target(client: dict[str, Any], most: int = 4) -> str:
     return f"{text}, others: {_percent(rest)}" if len(shares) > most else text
 
 
-def _short(value: float) -> str:
+def _short(value: float | None) -> str:
     """Format a number with four significant digits, large ones without exponent."""
+    if value is None:
+        return "too large"
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e10 else f"{value:.4g}"
 
 

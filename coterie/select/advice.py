@@ -20,8 +20,10 @@ from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
 from coterie.models.linear import Linear
-from coterie.select.survey import Findings, Survey, require_head
+from coterie.select import calibration
+from coterie.select.survey import Findings, require_head
 from coterie.theory import held_out, learned_centre, risk
+from coterie.train.divergence import largest_curvature
 
 METHODS = ("local", "ridge-local", "fedavg", "ftfa", "rtfa")
 EXPLANATIONS = {
@@ -33,6 +35,10 @@ EXPLANATIONS = {
 }
 SHARED = ("fedavg", "ftfa", "rtfa")
 CLEAR = 1.0  # standard errors from zero beyond which the gain from sharing is clear
+SURE = 0.9  # probability that sharing helps, or does not, from which on the advice is given without reserve
+FLAT = 100.0  # ratio of penalties with about the same error that is worth a warning
+SHIFTED = 1.0  # difference between the clients' covariances that is worth a warning
+TAIL = 8.0  # distance over the median one that is worth a warning
 MATTERS = 0.05  # differences below this share of the error do not matter
 FEWEST_CLIENTS = 4
 
@@ -46,7 +52,7 @@ class Advice:
     method, lam
         Recommended method (see `METHODS`) and penalty, one for all clients.
     sure
-        Whether the data show clearly that this method is best, or that the choice matters little.
+        Whether sharing is better, or training alone, with a probability of at least 0.9, or the choice matters little.
     why, change
         Reasons, and what would change the recommendation, one sentence each.
     names, methods, lams
@@ -59,6 +65,13 @@ class Advice:
         Numbers sent per client to get the advice.
     lam_alone, lam_shared
         Best penalty per client [n] around zero and around the shared model.
+    sharing
+        Probability that a shared model is better than training alone; NaN where it is not known: for models other than
+        linear regression.
+    probability, client_probabilities
+        Probability that the recommended method is the best of the five, for the federation and for each client [n].
+    lam_interval, lam_flat
+        90 % interval of the best penalty, and the penalties whose predicted error is within 1 % of the lowest.
 
     Examples
     --------
@@ -88,6 +101,11 @@ class Advice:
     floats_down: float = field(repr=False)
     lam_alone: Tensor = field(repr=False)
     lam_shared: Tensor = field(repr=False)
+    sharing: float = math.nan
+    probability: float = math.nan
+    client_probabilities: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    lam_interval: tuple[float, float] = field(default=(math.nan, math.nan), repr=False)
+    lam_flat: tuple[float, float] = field(default=(math.nan, math.nan), repr=False)
 
     def algorithm(self, fed: Federation) -> Algorithm:
         """Return the recommended method, ready for `coterie.fit` with a few hundred rounds."""
@@ -97,7 +115,13 @@ class Advice:
         """Return the recommendation in one sentence."""
         penalty = f" with lambda = {self.lam:.3g}" if self.lam is not None else ""
         choice = f"{self.method}{penalty}: {EXPLANATIONS[self.method]}"
-        return f"Use {choice}." if self.sure else f"I cannot tell. If you must choose: {choice}."
+        sentence = f"Use {choice}." if self.sure else f"I cannot tell. If you must choose: {choice}."
+        if math.isnan(self.probability):
+            return sentence
+        return (
+            f"{sentence} Sharing a model is better than training alone with probability {self.sharing:.2f}, "
+            f"{self.method} the best of the five methods with probability {self.probability:.2f}."
+        )
 
     def text(self) -> str:
         """Return the recommendation, its reasons, and what would change it."""
@@ -127,6 +151,10 @@ class Advice:
             "method": self.method,
             "lam": self.lam,
             "sure": self.sure,
+            "sharing": _number(self.sharing),
+            "probability": _number(self.probability),
+            "lam_interval": [_number(value) for value in self.lam_interval],
+            "lam_flat": [_number(value) for value in self.lam_flat],
             "verdict": self.verdict(),
             "why": self.why,
             "change": self.change,
@@ -144,7 +172,7 @@ def algorithm(method: str, lam: float | None, fed: Federation) -> Algorithm:
         if isinstance(fed.model, Linear) or (exact and (lam or fed.model.l2)):  # type: ignore[attr-defined]
             settings["exact"] = True
         return make("local", **settings)
-    settings = {} if not exact else {"lr": 1.0 / _curvature(fed), "steps": 5, "batch": 0}
+    settings = {} if not exact else {"lr": 1.0 / largest_curvature(fed), "steps": 5, "batch": 0}
     if method == "rtfa":
         settings |= {"lam": lam, "tuning": "exact" if exact else "epochs"}
     elif method == "ftfa":
@@ -152,13 +180,6 @@ def algorithm(method: str, lam: float | None, fed: Federation) -> Algorithm:
         if exact:
             settings |= {"tuning_lr": settings["lr"], "tuning_epochs": 50}
     return make(method, **settings)
-
-
-def _curvature(fed: Federation) -> float:
-    """Return the largest smoothness constant among the clients, who send one number each."""
-    trial = fed.fresh()
-    trial.enter_round(0, None)
-    return float(trial.map(Survey().curvature).values.max())
 
 
 def conclude(fed: Federation, found: Findings) -> Advice:
@@ -170,8 +191,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     )
     kinds = torch.tensor([0 if name in SHARED else 1 for name in METHODS])
     excess = (errors - found.noise[:, kinds]).clamp_min(0.0)
-    means = excess.mean(0)
-    share, clear = _centre_helps(found, float(means[kinds == 1].min() - means[kinds == 0].min()))
+    share, clear = _centre_helps(found)
     allowed = torch.tensor([share == (method in SHARED) for method in METHODS])
     masked = torch.where(allowed, errors, math.inf)
     picks = masked.argmin(1)
@@ -179,27 +199,25 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     lams = torch.where(picks == METHODS.index("ridge-local"), lam_alone, lams)
     method, lam = _for_everybody(masked.mean(0), found, share)
     noise = found.noise[:, 0] if share else found.noise[:, 1]
-    spreads = _spreads(found)
     risks = {name: excess[:, k] for k, name in enumerate(METHODS)}
-    intervals = {
-        name: torch.stack(
-            [(risks[name] + sign * 1.645 * spreads[name]).clamp_min(0.0) for sign in (-1, 1)], 1
-        )
-        for name in METHODS
-    }
+    intervals = calibration.intervals(found, excess)
+    probability, own_probabilities = _probabilities(found, excess, share, allowed)
+    flat = calibration.flat_range(found, share)
     columns = require_head(fed.model).columns
     gamma = columns / found.rows
     r2, rho2 = found.distance[:, 0] * columns, found.distance[:, 1] * columns
     mean = {name: float(value.mean()) for name, value in risks.items()}
     little = _matters_little(found, float(best_shared.mean()), float(best_alone.mean()))
-    sure = (clear or little) and fed.n >= FEWEST_CLIENTS
+    sharing = calibration.sharing(found) if found.exact else math.nan
+    convinced = max(sharing, 1 - sharing) >= SURE if found.exact else clear
+    sure = (convinced or little) and fed.n >= FEWEST_CLIENTS
     names = [fed.names[int(k)] for k in found.ids]
     visits = max(1, fed.n)
     return Advice(
         method=method,
         lam=lam,
         sure=sure,
-        why=_reasons(fed, found, mean, share, clear, little),
+        why=[*_reasons(fed, found, mean, share, clear, little), *_warnings(found, r2, flat)],
         change=_changes(fed, found, r2, rho2, noise, share, clear),
         names=names,
         methods=[METHODS[int(k)] for k in picks],
@@ -214,19 +232,54 @@ def conclude(fed: Federation, found: Findings) -> Advice:
         floats_down=fed.ledger.total("floats_down") / visits,
         lam_alone=lam_alone,
         lam_shared=lam_shared,
+        sharing=sharing,
+        probability=probability,
+        client_probabilities=own_probabilities,
+        lam_interval=calibration.penalty_interval(found, share),
+        lam_flat=flat,
     )
 
 
-def _centre_helps(found: Findings, predicted: float) -> tuple[bool, bool]:
+def _probabilities(found: Findings, excess: Tensor, share: bool, allowed: Tensor) -> tuple[float, Tensor]:
+    """Return the probability that the best method is recommended, for all clients together and for each."""
+    if not found.exact:
+        return math.nan, torch.full((len(excess),), math.nan)
+    family = calibration.sharing(found) if share else 1 - calibration.sharing(found)
+    own = [calibration.best_of_family(one[allowed], one_client=True) for one in excess]
+    return family * calibration.best_of_family(excess.mean(0)[allowed]), family * torch.tensor(own)
+
+
+def _warnings(found: Findings, r2: Tensor, flat: tuple[float, float]) -> list[str]:
+    """Return notes on what the estimates rest on and the data do not fulfil."""
+    parts = []
+    if flat[1] > FLAT * max(flat[0], 1e-12):
+        ends = (
+            "no penalty" if flat[0] == 0 else f"{flat[0]:.2g}",
+            "infinity" if math.isinf(flat[1]) else f"{flat[1]:.2g}",
+        )
+        parts.append(
+            f"The penalty is hardly determined: from {ends[0]} to {ends[1]} the predicted error changes by under 1 %."
+        )
+    if found.shift > SHIFTED:
+        parts.append(
+            "The features vary differently from client to client, so predicted errors are less certain."
+        )
+    far = r2 > TAIL * r2.median()
+    if r2.median() > 0 and far.any():
+        parts.append(
+            f"{int(far.sum())} of {len(r2)} clients are more than {TAIL:g} times as far from the shared model as the "
+            "median client: distances are not normal, and groups or outliers are likely."
+        )
+    return parts
+
+
+def _centre_helps(found: Findings) -> tuple[bool, bool]:
     """Decide for all clients together whether sharing a model helps, and whether the decision is clear.
 
-    The measured reduction of the error decides. If it is within a standard error of zero, its sum with the
-    `predicted` reduction decides.
+    The measured reduction of the error decides.
     """
     clear = abs(found.support) > CLEAR * found.doubt
-    if clear or not found.exact:
-        return found.support > 0, clear
-    return found.support + predicted > 0, False
+    return (calibration.sharing(found) > 0.5 if found.exact else found.support > 0), clear
 
 
 def _matters_little(found: Findings, shared: float, alone: float) -> bool:
@@ -245,18 +298,6 @@ def _for_everybody(mean: Tensor, found: Findings, share: bool) -> tuple[str, flo
     if lam == 0:
         return ("ftfa" if share else "local"), None
     return (method, float(lam)) if math.isfinite(lam) else ("fedavg", None)
-
-
-def _spreads(found: Findings) -> dict[str, Tensor]:
-    """Return the standard deviation of each predicted error, by method."""
-    best = {kind: found.curve[:, kind].argmin(-1, keepdim=True) for kind in (0, 1)}
-    return {
-        "local": found.error[:, 1, 0],
-        "ridge-local": found.error[:, 1].gather(1, best[1]).squeeze(1),
-        "fedavg": found.error[:, 0, -1],
-        "ftfa": found.error[:, 0, 0],
-        "rtfa": found.error[:, 0].gather(1, best[0]).squeeze(1),
-    }
 
 
 def _reasons(

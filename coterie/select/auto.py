@@ -14,14 +14,19 @@ from coterie._core import files
 from coterie._core.errors import CoterieError, DataError, SettingError
 from coterie.algorithms import Algorithm, find
 from coterie.algorithms.hierarchical import LARGEST, Hierarchical
+from coterie.algorithms.trees import BoostedTrees
 from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
 from coterie.models.metrics import Metric, resolve
+from coterie.models.trees import Trees
 from coterie.select.advice import Advice, algorithm
 from coterie.select.advise import advise
 from coterie.select.auto_explain import reasons
 from coterie.select.auto_race import Entrant, Race, Watch, cost, every
-from coterie.select.grid import candidates
+from coterie.select.cross_validation import can_fold
+from coterie.select.grid import candidates, trained_by
+from coterie.train.fit import refit as train_again
+from coterie.train.fit import refit_plan
 from coterie.train.folder import RunFolder
 from coterie.train.run import Run, metric_plan
 from coterie.train.save import save_run
@@ -31,6 +36,7 @@ HEATS_SHARE = 0.5  # of the effort; the rest is for the check of the finalists
 PILOTS = ("local", "fedavg")  # the methods that step sizes are settled with
 STEPS_SHARE = 5  # each of them gets one place in so many
 CROWD = 6  # clients from which groups among them are worth looking for
+SLOWEST, FASTEST, TREES_PATH = 0.1, 0.3, 10  # learning rates of trees; the sum of the rates over all rounds
 PAIRS_ELEMENTS = 1 << 24  # largest clients x parameters for which pairs are compared
 
 
@@ -129,9 +135,13 @@ def choose(
         raise SettingError(f"rounds and effort must be at least 1 (got {rounds}, {effort})")
     if not fed.has_rows("validation"):
         raise DataError("auto chooses on validation rows; build the federation with split=(0.6, 0.2, 0.2)")
+    if isinstance(fed.model, Trees):
+        raise SettingError("auto lets trees race beside linear models by itself; give it a linear model")
     advice = _advice(fed)
-    race = Race(fed, rounds, effort * rounds, budget_mb, watch, metric)
-    field_ = Field.of(fed, methods, advice, effort, rounds)
+    trees = _trees(fed, methods, rounds)
+    others = {trees[0].name: trained_by(trees, fed, rounds)} if trees else {}
+    race = Race(fed, rounds, effort * rounds, budget_mb, watch, metric, others)
+    field_ = Field.of(fed, methods, advice, effort, rounds, trees)
     winner = race.run(field_.first, field_.more)
     assert winner.running is not None
     why, sure = reasons(race, winner, advice)
@@ -146,12 +156,15 @@ def fit_chosen(
     score_test: bool = True,
     watch: Callable[[int, int], None] | None = None,
     metrics: Sequence[str | Metric] = (),
+    refit: str = "none",
     **options: Any,
 ) -> ChosenRun:
     """Return the run that won the race, saved like any other where `out` is given, with choice.json beside it.
 
-    `metrics` are recorded for the winner's test rows; `options` are those of `choose`.
+    `metrics` are recorded for the winner's test rows; it is trained again on more rows as `refit` says; `options` are
+    those of `choose`.
     """
+    refit_plan(fed, refit)
     further = [resolve(metric, fed.model.task) for metric in metrics]
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -161,6 +174,7 @@ def fit_chosen(
     run.further = tuple(dict.fromkeys([*run.further, *further]))
     if score_test and fed.has_rows("test"):
         run.score_test()
+    train_again(run, refit)
     if out is not None:
         save(choice, Path(out))
     return ChosenRun(**vars(run), choice=choice)
@@ -171,10 +185,11 @@ def save(choice: Choice, out: Path) -> None:
     run = choice.run
     plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
+    plan |= refit_plan(run.fed, run.refit)
     folder = RunFolder.create(out, run.fed, run.algorithm, plan)
+    files.write_json(out / "choice.json", choice.json())
     save_run(folder, run)
     run.folder = folder.path
-    files.write_json(out / "choice.json", choice.json())
 
 
 def _advice(fed: Federation) -> Advice | None:
@@ -200,11 +215,18 @@ class Field:
 
     @classmethod
     def of(
-        cls, fed: Federation, methods: Sequence[str] | None, advice: Advice | None, effort: float, rounds: int
+        cls,
+        fed: Federation,
+        methods: Sequence[str] | None,
+        advice: Advice | None,
+        effort: float,
+        rounds: int,
+        trees: Sequence[Algorithm] = (),
     ) -> Field:
         """Return who takes part: the methods named, or those that suit the federation and the advice."""
         names = list(methods) if methods is not None else _sensible(fed)
-        known = [] if methods is not None else _estimated(fed)
+        names = [name for name in names if name != BoostedTrees.name]
+        known = [*trees, *([] if methods is not None else _estimated(fed))]
         advised = [] if methods is not None or advice is None else _advised(fed, advice)
         kinds, places = len({"local", *names, *(algorithm.name for algorithm in [*known, *advised])}), 2
         while cost(places + 1, kinds, rounds) <= HEATS_SHARE * effort * rounds:
@@ -258,6 +280,17 @@ def _estimated(fed: Federation) -> list[Algorithm]:
     known = [] if fed.clusters is None else [Hierarchical(choose="reml")]
     intercept = [model.replace(effects="intercept")] if getattr(fed.model, "intercept", False) else []
     return [*known, model, *intercept]
+
+
+def _trees(fed: Federation, methods: Sequence[str] | None, rounds: int) -> list[Algorithm]:
+    """Return settings of trees, which race beside linear models where the rows of a table are at hand."""
+    if BoostedTrees.name not in methods if methods is not None else not isinstance(fed.model, Glm):
+        return []
+    if fed.origin is None or not can_fold(fed):
+        return []
+    usual = BoostedTrees(lr=min(FASTEST, max(SLOWEST, TREES_PATH / rounds)))
+    faster = usual.replace(lr=min(FASTEST, 2 * usual.lr))
+    return list(dict.fromkeys([usual, usual.replace(leaves=4, least=10.0), faster]))
 
 
 def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from torch import Tensor
-
 from coterie.algorithms import Algorithm
-from coterie.models.metrics import LOSS, Metric
 from coterie.select.advice import Advice
 from coterie.select.auto_race import Entrant, Race, clearly
 
@@ -18,7 +13,7 @@ def reasons(race: Race, winner: Entrant, advice: Advice | None) -> tuple[list[st
     methods = dict.fromkeys(entrant.algorithm.name for entrant in race.everybody)
     lines.append(
         f"Then a race on validation rows: {len(race.everybody)} settings of {len(methods)} methods "
-        f"({', '.join(methods)}), {race.spent()} rounds and {race.megabytes():.3g} MB in all."
+        f"({', '.join(methods)}), {race.spent()} rounds and {race.megabytes():.3g} MB for all of them together."
     )
     lines += [f"Could not take part: {problem}" for problem in race.refused]
     judged = [entrant for entrant in race.finalists if len(entrant.checks) == race.checks]
@@ -34,28 +29,30 @@ def reasons(race: Race, winner: Entrant, advice: Advice | None) -> tuple[list[st
     said = f"Chosen: {_described(winner.algorithm)}, validation {metric.name} {mean:.3g}"
     best = min(judged, key=Entrant.held_out_cost)
     if best is not winner:
-        extreme, below = ("highest", "above") if judge.higher_is_better else ("lowest", "below")
-        better = "" if metric is judge else f"has the better {metric.name} or "
         lines.append(
-            f"The {extreme} validation {judge.name} is that of {best.algorithm.name}, {best.held_out():.4g}, less than "
-            f"a standard error {below} the {winner.held_out():.4g} of {winner.algorithm.name}, which {better}is "
-            "simpler and as good as one can tell."
+            f"{best.algorithm.name} is as good as one can tell ({judge.name} {best.held_out():.4g} against "
+            f"{winner.held_out():.4g}); {winner.algorithm.name} is simpler."
         )
+    if advice is not None and advice.algorithm(race.fed).name != winner.algorithm.name:
+        lines.append(_differs(advice, winner))
     if winner.algorithm.name == "local" or alone is None:
         others = [e for e in race.finalists if e.algorithm.name != "local" and e.scores]
         return [*lines, f"{said}: every client trains alone."], all(clearly(winner, e) for e in others)
+    verdict = race.verdict(winner, alone)
     lines.append(
         f"{said} against {float(alone.validation(metric.name, checks).nanmean()):.3g} for training alone."
     )
-    lines.append(gains(race.fed.names, winner, alone, metric))
-    sure = clearly(winner, alone)
-    what = "lower loss" if judge is LOSS else f"better {judge.name}"
-    lines.append(
-        f"The {what} is more than chance between clients (95 %)."
-        if sure
-        else "The difference could be chance: with other validation rows another method might have won."
+    lines.append(verdict.sentence(winner.algorithm.name, "training alone"))
+    return lines, verdict.sign > 0
+
+
+def _differs(advice: Advice, winner: Entrant) -> str:
+    """Say why the race need not agree with the advisor."""
+    return (
+        "Theory and race differ: theory predicts the errors of exact estimators from sums over training rows, and "
+        f"recommends {advice.method}; the race measured losses on rows held out, with the rounds and steps that are "
+        f"really taken, and {winner.algorithm.name} came first. The race decides."
     )
-    return lines, sure
 
 
 def _described(algorithm: Algorithm) -> str:
@@ -66,28 +63,3 @@ def _described(algorithm: Algorithm) -> str:
         for name, value in changed.items()
     )
     return f"{algorithm.name} ({told})" if told else algorithm.name
-
-
-def gains(names: list[str], winner: Entrant, alone: Entrant, metric: Metric) -> str:
-    """Say who gains and who does not, on rows held out."""
-    scale, unit = (100.0, " points") if metric.percent else (1.0, f" in {metric.name}")
-    checks = min(len(winner.checks), len(alone.checks))
-    difference = winner.validation(metric.name, checks) - alone.validation(metric.name, checks)
-    gain = scale * metric.sign * difference
-    known = ~gain.isnan()
-    ahead, behind = known & (gain >= 0), known & (gain < 0)
-
-    def amount(who: Tensor) -> str:
-        values = gain[who]
-        half = 1.96 * float(values.std()) / math.sqrt(len(values)) if len(values) > 2 else 0.0
-        return f"{float(values.mean()):.2g}" + (f" ± {half:.1g}" if half else "") + unit
-
-    if not behind.any():
-        return f"Every client is as well off or better: {amount(ahead)} on average."
-    alone_better = int(behind.sum())
-    if not ahead.any():
-        return f"No client's {metric.name} improves, although the losses fall: {amount(behind)} on average."
-    who = ", ".join(name for name, is_behind in zip(names, behind.tolist(), strict=True) if is_behind)
-    told = who if alone_better <= 3 else f"{alone_better} of {int(known.sum())} clients"
-    verb = "is" if alone_better == 1 else "are"
-    return f"{told} {verb} better off alone ({amount(behind)}); the other {int(ahead.sum())} gain {amount(ahead)}."

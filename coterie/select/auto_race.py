@@ -3,15 +3,15 @@
 Heats of a ninth and a third of the rounds thin the field by three each (Jamieson and Talwalkar, 2016); the finalists
 train to the end. The field may come in two parts, the second one chosen by what the first one's first heat showed.
 Those that validation rows cannot tell from the leader are trained again on further splits of the rows that are not
-test rows, each to the round it was best at. These splits decide, by loss, then by metric, then by simplicity:
-settings and rounds were chosen on the first one, which flatters methods with many of them.
+test rows, each to the round it was best at. These splits decide by loss, and a draw by simplicity: settings and rounds
+were chosen on the first one, which flatters methods with many of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, main_metric, resolve
 from coterie.select.cross_validation import can_fold, folds
+from coterie.select.verdict import Verdict, row_metric
 from coterie.train.fit import Contestant
 from coterie.train.history import interval, mean_over_clients
 
@@ -30,7 +31,8 @@ THIN = 3  # each heat keeps one in so many
 HEATS = 3
 FOLDS = 3  # further splits on which finalists are checked
 SETTINGS = 2  # finalists of one method at most
-ROBUST = 0.5  # a method must beat a simpler one by so many standard errors of the difference
+DRAW = 0.002  # a method must beat a simpler one by this share of its loss
+OWN_MODEL = 0.01  # one that trains a model of its own must beat those that train the given one by this share
 SIMPLEST = ("local", "fedavg", "fine-tuned", "rtfa", "ftfa", "ditto")
 
 Watch = Callable[[str, int, int], None]
@@ -61,6 +63,14 @@ def cost(places: int, methods: int, rounds: int) -> int:
     return total
 
 
+@dataclass(frozen=True)
+class HeldOutRows:
+    """The value of every row held out [rows], and the client of each."""
+
+    client: Tensor
+    values: dict[str, Tensor]
+
+
 @dataclass
 class Entrant:
     """A method at some settings in the race; once out, only its numbers are left."""
@@ -74,6 +84,7 @@ class Entrant:
     megabytes: float = 0.0
     scores: dict[str, Tensor] = field(default_factory=dict, repr=False)  # validation metrics [n], best round
     checks: list[dict[str, Tensor]] = field(default_factory=list, repr=False)  # the same on further splits
+    rows: list[HeldOutRows] = field(default_factory=list, repr=False)  # of the checks, or of the first split
     judge: Metric = LOSS
 
     def advance(self, until: int) -> None:
@@ -91,7 +102,7 @@ class Entrant:
 
     def retire(self) -> None:
         """Forget models and scores."""
-        self.running, self.scores, self.checks = None, {}, []
+        self.running, self.scores, self.checks, self.rows = None, {}, [], []
 
     def validation(self, metric: str, checks: int | None = None) -> Tensor:
         """Return a metric [n] on rows held out: the mean over further splits if there were any, else the first."""
@@ -120,7 +131,10 @@ class Entrant:
 
 
 class Race:
-    """Heats and a final check; entrants that diverge or cannot run here drop out."""
+    """Heats and a final check; entrants that diverge or cannot run here drop out.
+
+    `others` are federations with the same clients and splits for methods that train a model of their own, by name.
+    """
 
     def __init__(
         self,
@@ -130,8 +144,10 @@ class Race:
         budget_mb: float | None = None,
         watch: Watch | None = None,
         metric: str | Metric | None = None,
+        others: Mapping[str, Federation] | None = None,
     ) -> None:
         self.fed, self.rounds, self.limit = fed, rounds, limit
+        self.others = dict(others or {})
         self.budget_mb, self.watch = budget_mb, watch
         self.asked = None if metric is None else resolve(metric, fed.model.task)
         self.judge = self.asked or LOSS
@@ -180,9 +196,9 @@ class Race:
         """Advance an entrant; return False if the method cannot run here."""
         try:
             if entrant.running is None:
-                entrant.running = Contestant(
-                    self.fed, entrant.algorithm, self.rounds, every(self.rounds), self.asked
-                )
+                algorithm = entrant.algorithm
+                fed = self.others.get(algorithm.name, self.fed)
+                entrant.running = Contestant(fed, algorithm, self.rounds, every(self.rounds), self.asked)
                 self.everybody.append(entrant)
             entrant.advance(until)
         except CoterieError as problem:
@@ -193,13 +209,15 @@ class Race:
     def _best_of(self, field_: list[Entrant], count: int, heat: int) -> list[Entrant]:
         """Return the best, and always the best settings of training alone, against which gains are told.
 
-        After the first heat the best settings of every method stay, since some start slowly; in the last one
-        different methods are to meet, not many settings of one. Whoever is done stays, since that costs nothing.
+        After the first heat the best settings of every method stay, since some start slowly, and of those that train
+        a model of their own also after the second; in the last one different methods are to meet, not many settings of
+        one. Whoever is done stays, since that costs nothing.
         """
         ranked = sorted(field_, key=lambda entrant: entrant.cost)
         place: dict[str, int] = {}
         standing = [(e, _next(place, e.algorithm.name)) for e in ranked if not e.done]
-        sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name == "local")]
+        always = {"local", *self.others}
+        sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name in always)]
         most = len(ranked) if heat < HEATS - 2 else SETTINGS
         others = [e for e, k in standing if k < most and e not in sure]
         free = count - (len(sure) if heat == 0 else 0)
@@ -211,27 +229,59 @@ class Race:
         asked = self._close()
         if len(asked) < 2 or not can_fold(self.fed):
             return
-        for k, fold in enumerate(folds(self.fed, FOLDS)):
-            found: list[tuple[Entrant, dict[str, Tensor]]] = []
+        others = (folds(fed, FOLDS) for fed in self.others.values())
+        for k, (fold, *apart) in enumerate(zip(folds(self.fed, FOLDS), *others, strict=True)):
+            own = dict(zip(self.others, apart, strict=True))
+            found: list[tuple[Entrant, dict[str, Tensor], HeldOutRows | None]] = []
             for entrant in asked:
                 if self._exhausted():
                     return
                 self._report(f"check {k + 1}: {entrant.algorithm.name}")
                 try:
-                    found.append((entrant, self._again(fold, entrant)))
+                    found.append((entrant, *self._again(own.get(entrant.algorithm.name, fold), entrant)))
                 except CoterieError as problem:
                     self.refused.append(f"{entrant.algorithm.name}, in the check: {problem}")
-            for entrant, scores in found:
+            for entrant, scores, rows in found:
                 entrant.checks.append(scores)
-            asked = [entrant for entrant, _ in found]
+                entrant.rows += [] if rows is None else [rows]
+            asked = [entrant for entrant, *_ in found]
 
-    def _again(self, fold: Federation, entrant: Entrant) -> dict[str, Tensor]:
+    def _again(self, fold: Federation, entrant: Entrant) -> tuple[dict[str, Tensor], HeldOutRows | None]:
         """Return validation metrics of an entrant trained on other rows, up to the round it was best at."""
-        again = Contestant(fold, entrant.algorithm, entrant.best_round, 0, self.asked)
+        again = Contestant(fold, entrant.algorithm.without_stopping(), entrant.best_round, 0, self.asked)
         again.advance(entrant.best_round)
         entrant.checked_rounds += entrant.best_round
         entrant.megabytes += again.megabytes()
-        return again.scores()
+        return again.scores(), self._held_out(again)
+
+    def _held_out(self, one: Contestant) -> HeldOutRows | None:
+        """Return the validation rows of a contestant at its best round, or None where rows are elsewhere."""
+        models = one.progress.best.personal
+        if models is None or not can_fold(self.fed):
+            return None
+        values = one.fed.row_values(models, "validation", [self.judge, self.metric])
+        client = torch.repeat_interleave(one.fed.rows["validation"].cpu())
+        return HeldOutRows(client, {name: value.cpu() for name, value in values.items()}) if values else None
+
+    def verdict(self, winner: Entrant, alone: Entrant) -> Verdict:
+        """Return the verdict on the winner against training alone, on the same rows held out.
+
+        These are the rows of the checks if both had them, which no setting was chosen on, else validation rows.
+        """
+        task, metric = self.fed.model.task, row_metric(self.judge, self.fed.model.task)
+        checks = min(len(winner.rows), len(alone.rows))
+        pairs = list(zip(winner.rows[:checks], alone.rows[:checks], strict=True))
+        if not pairs and winner.running is not None and alone.running is not None:
+            both = self._held_out(winner.running), self._held_out(alone.running)
+            pairs = [(both[0], both[1])] if both[0] is not None and both[1] is not None else []
+        what = "rows held out in turn" if checks else "validation rows"
+        if pairs:
+            mine, other = (torch.cat([pair[k].values[metric.name] for pair in pairs]).numpy() for k in (0, 1))
+            client = torch.cat([pair[0].client for pair in pairs]).numpy()
+            return Verdict.of_rows(mine, other, client, self.fed.names, metric, held_out=what, task=task)
+        least = min(len(winner.checks), len(alone.checks))
+        mine, other = (one.validation(self.judge.name, least).double().numpy() for one in (winner, alone))
+        return Verdict.of_clients(mine, other, self.fed.names, self.judge, task)
 
     def _close(self) -> list[Entrant]:
         """Return the leader, training alone and who is not clearly worse, best first, while the rounds last."""
@@ -248,35 +298,26 @@ class Race:
         return asked
 
     def _winner(self) -> Entrant:
-        """Return the best entrant by loss, then by the metric that reports show, then by simplicity, on rows held out.
+        """Return the entrant with the lowest loss on rows held out, or the best by the metric that was asked for.
 
-        The lowest loss wins, unless a metric is better by more than a standard error where the loss is not worse by
-        one, or a simpler method is as good as one can tell. A metric that was asked for takes the place of the loss.
+        A simpler method wins a draw: where the better one is ahead by less than `DRAW` of its loss, and by less than
+        a standard error between clients. A method with a model of its own must be ahead by `OWN_MODEL`.
         """
         judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
         lowest = min(judged, key=Entrant.held_out_cost)
-        equal = [entrant for entrant in judged if entrant.scores and _near(lowest, entrant)] or [lowest]
-        best = max([e for e in equal if e is lowest or self._ahead(e, lowest)] or equal, key=self._merit)
+        if lowest.algorithm.name in self.others:
+            limit = lowest.held_out_cost() + OWN_MODEL * abs(lowest.held_out_cost())
+            given = [e for e in judged if e.algorithm.name not in self.others and e.held_out_cost() <= limit]
+            lowest = min(given, key=Entrant.held_out_cost, default=lowest)
+        limit = lowest.held_out_cost() + DRAW * abs(lowest.held_out_cost())
+        equal = [e for e in judged if e.scores and e.held_out_cost() <= limit and _near(lowest, e)]
         for name in SIMPLEST:
-            if name == best.algorithm.name:
-                break
-            rival = max((e for e in equal if e.algorithm.name == name), key=self._merit, default=None)
-            if rival is None:
-                continue
-            worse = _gain(best, rival, self.metric)
-            if len(worse) > 2 and float(worse.mean()) < ROBUST * float(worse.std()) / math.sqrt(len(worse)):
+            rival = min(
+                (e for e in equal if e.algorithm.name == name), key=Entrant.held_out_cost, default=None
+            )
+            if rival is not None:
                 return rival
-        return best
-
-    def _ahead(self, entrant: Entrant, other: Entrant) -> bool:
-        """Return True if the metric is better by more than a standard error between clients."""
-        gain = _gain(entrant, other, self.metric)
-        return len(gain) > 2 and float(gain.mean()) > float(gain.std()) / math.sqrt(len(gain))
-
-    def _merit(self, entrant: Entrant) -> tuple[float, float]:
-        """Return the metric, so that more is better, and for equal ones the judge."""
-        metric = self.metric
-        return metric.sign * mean_over_clients(entrant.validation(metric.name)), -entrant.held_out_cost()
+        return lowest
 
     def alone(self) -> Entrant | None:
         """Return the best settings of training alone in the last heat."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie._core import randomness
 from coterie.data.rows import Rows
 from coterie.engine.federation import Federation
+from coterie.engine.resplit import with_rows
 
 
 def can_fold(fed: Federation) -> bool:
@@ -60,20 +61,4 @@ def _exchanged(train: Rows, held: Rows, out: Tensor) -> tuple[Rows, Rows]:
 def _with_rows(fed: Federation, train: Rows, held: Rows) -> Federation:
     none = held.subset(torch.zeros(0, dtype=torch.long))
     nobody = replace(none, start=torch.zeros_like(held.start), size=torch.zeros_like(held.size))
-    splits = {"train": train, "validation": held, "test": nobody}
-    fresh = fed.fresh()
-    return Federation(
-        fed.runtime.with_rows(splits, fed.clusters),
-        model=fed.model,
-        names=fed.names,
-        rows={name: rows.size for name, rows in splits.items()},
-        clusters=fed.clusters,
-        cluster_names=fed.cluster_names,
-        seed=fed.seed,
-        dtype=fed.dtype,
-        device=fed.device,
-        dropout=fed.dropout,
-        table=fed.table,
-        truth=fed.truth,
-        byzantine=fresh.byzantine,
-    )
+    return with_rows(fed, {"train": train, "validation": held, "test": nobody})

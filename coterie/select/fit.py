@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coterie._core.errors import SettingError
-from coterie.algorithms import Algorithm
+from coterie.algorithms import Algorithm, make
+from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.privacy import Privacy
 from coterie.models.metrics import Metric
 from coterie.select.auto import fit_chosen
+from coterie.select.grid import suited
 from coterie.train import fit as training
 from coterie.train.fit import Watch
 from coterie.train.run import Run
@@ -31,6 +34,10 @@ def fit(
     state_memory: float | None = None,
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
+    refit: str | None = None,
+    target: float | None = None,
+    aggregate: str | Aggregate | None = None,
+    privacy: Privacy | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -42,17 +49,34 @@ def fit(
     checkpoints, so `evaluate_every`, `select` and `checkpoint_every` do not apply. `track` is "tensorboard",
     "mlflow" or a tracker of your own. What clients keep stays in memory up to `state_memory` MB (None: all of it) and
     beyond that in a temporary file. `metric` (a name such as "auc", or a `coterie.metrics.Metric`) is what "auto" and
-    `select="best"` go by instead of the loss, and what reports show; `metrics` are recorded beside it.
+    `select="best"` go by instead of the loss, and what reports show; `metrics` are recorded beside it. `refit`
+    trains the deployed models again, for as many rounds: "validation" on training and validation rows, as "auto" does
+    unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before. With a `target`
+    training stops as soon as the method proves that its objective is at most that far above the minimum (`flix`).
+    `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
+    `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client.
     """
     if algorithm == "auto":
+        if target is not None:
+            raise SettingError("auto chooses on validation rows; an accuracy is a target for flix")
+        if aggregate is not None or privacy is not None:
+            raise SettingError("a race takes no aggregate= or privacy=; fit the method it chose with them")
         if track is not None:
             raise SettingError("a race has many runs; fit the method it chose with track= instead")
         return fit_chosen(
-            fed, rounds, out, score_test=score_test, watch=watch, metric=metric, metrics=metrics
+            fed,
+            rounds,
+            out,
+            score_test=score_test,
+            watch=watch,
+            metric=metric,
+            metrics=metrics,
+            refit=refit or "validation",
         )
+    method = make(algorithm) if isinstance(algorithm, str) else algorithm
     return training.fit(
         fed,
-        algorithm,
+        suited(method, fed),
         rounds,
         out,
         evaluate_every=evaluate_every,
@@ -64,4 +88,8 @@ def fit(
         state_memory=state_memory,
         metric=metric,
         metrics=metrics,
+        refit=refit or "none",
+        target=target,
+        aggregate=aggregate,
+        privacy=privacy,
     )

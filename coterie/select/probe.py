@@ -126,7 +126,7 @@ def from_probe_alone(fed: Federation, rounds: int) -> Advice:
     )
 
 
-def _traffic(fed: Federation) -> dict[str, float]:
+def _traffic(fed: Federation) -> dict[str, Any]:
     """Return the numbers sent per client so far."""
     return {
         "floats_up": fed.ledger.total("floats_up") / fed.n,

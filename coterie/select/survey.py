@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm
+from coterie.algorithms.base import Algorithm, Reveals
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -40,9 +40,9 @@ class Findings:
     rows: Tensor  # [n]
     support: float  # squared prediction per row that a shared model explains, minus what its own error adds
     doubt: float  # standard error of `support`
-    exact: (
-        bool  # True: shared models that leave out one client each; False: models of two halves of the clients
-    )
+    exact: bool  # True: shared models without one client each; False: models of two halves of the clients
+    columns: int = 1  # features
+    shift: float = 0.0  # how much the covariance of the features differs between clients, beyond chance
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,19 @@ class Survey(Algorithm):
     """Estimate variance components from residuals at models without the client (after Cheng, Chadha, Duchi 2022)."""
 
     batch: int = field(default=0, kw_only=True)
+
+    reveals: ClassVar[Reveals] = {
+        "moments": "gradient",
+        "look_without_me": "aggregate",
+        "look": "aggregate",
+        "slope": "gradient",
+        "sums": "aggregate",
+        "weigh": "aggregate",
+        "lean": "aggregate",
+        "predict": "aggregate",
+        "predict_exactly": "aggregate",
+        "predict_left_out": "aggregate",
+    }
 
     def carry_out(self, fed: Federation, pretrained: Tensor | None = None) -> Findings:
         """Run the survey: shared models, residuals at them, and sums of a few numbers per client.
@@ -97,7 +110,21 @@ class Survey(Algorithm):
             r[name].cpu().double() for name in ("curve", "error", "noise", "distance")
         )
         rows_of = r.weights.squeeze(-1).cpu().double()
-        return Findings(r.ids.cpu(), lam, curve, error, noise, distance, rows_of, support, doubt, exact)
+        apart = max(0.0, float(totals[6]) / len(seen)) if exact else 0.0
+        return Findings(
+            r.ids.cpu(),
+            lam,
+            curve,
+            error,
+            noise,
+            distance,
+            rows_of,
+            support,
+            doubt,
+            exact,
+            columns=head.columns,
+            shift=apart,
+        )
 
     def _leave_out(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
         """Survey least squares: every client subtracts its own part from the sums of X'X and X'y."""
@@ -141,13 +168,14 @@ class Survey(Algorithm):
                     *linearised(client.model, c, inputs.double(), targets, weight), count
                 )
                 parts += [found.k, found.square, found.count]
-            return torch.cat([*parts, left_out.curves(matrix, own, count, rows, lam).flatten(-2)], -1)
+            curves = left_out.curves(matrix, own, count, rows, lam).flatten(-2)
+            return torch.cat([*parts, curves, left_out.shift(matrix, own, count)], -1)
 
         found = client.over_rows(profiles_and_curves, size)
         profiles = torch.unflatten(found[..., : 6 * (d + 1)], -1, (6, d + 1))
-        curves = torch.unflatten(found[..., 6 * (d + 1) :], -1, (4, len(lam)))
+        curves = torch.unflatten(found[..., 6 * (d + 1) : -1], -1, (4, len(lam)))
         client.keep.profiles, client.keep.curves = profiles, curves
-        return {"facts": _facts(profiles)}
+        return {"facts": torch.cat([_facts(profiles), found[..., -1:]], -1)}
 
     def receive(self, client: Client, pretrained: Tensor) -> None:
         """Store the parameters that give the features."""
@@ -165,10 +193,6 @@ class Survey(Algorithm):
 
         found = client.over_rows(both, x)
         return {"grad": found[..., :-1], "loss": found[..., -1:]}
-
-    def curvature(self, client: Client) -> Tensor:
-        """Return the smoothness constant of the client's loss."""
-        return client.smoothness()
 
     def look(self, client: Client, own: Tensor, other: Tensor) -> dict[str, Tensor]:
         """Store residual profiles at the other half's model and at zero; return sums on curvature and predictions."""

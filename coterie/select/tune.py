@@ -23,6 +23,7 @@ from coterie._core.errors import CoterieError, DataError, RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, find, resolve
+from coterie.select.grid import trained_by
 from coterie.train.fit import Contestant
 
 if TYPE_CHECKING:
@@ -136,6 +137,14 @@ def _check(
     return None if metric is None else resolve(metric, fed.model.task)
 
 
+def _with_room(fed: Federation, algorithm: Algorithm, rounds: int) -> Federation:
+    """Return the federation with a model that has room for every setting of the search."""
+    tried = [
+        algorithm.replace(**{name: value}) for name, values in space(algorithm).items() for value in values
+    ]
+    return trained_by(tried, fed, rounds)
+
+
 def _optuna() -> Any:
     try:
         import optuna
@@ -187,6 +196,7 @@ def _work(
     if sampler == "grid":
         trials = min(trials, math.prod(len(values) for values in space(algorithm).values()))
     over = (state.COMPLETE, state.PRUNED, state.FAIL)
+    fed = _with_room(fed, algorithm, rounds)
 
     def objective(trial: optuna.Trial) -> float:
         settings = suggested(trial, algorithm, sampler)

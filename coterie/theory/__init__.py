@@ -7,6 +7,8 @@
 - `threshold`, `threshold_rules`, `threshold_starts`, `cluster_count`, `cluster_quality`: finding clusters, and how good
   they are.
 - `collaboration`, `simplex`, `sketch`, `groups`: weights between clients, projections, sums by cluster.
-- `flix`, `flix_rounds`: constants and step sizes of FLIX; its rates, rounds and budgets.
+- `flix`, `flix_steps`, `flix_rates`, `flix_rounds`, `flix_bounds`, `flix_nonconvex`: constants, step sizes, rates,
+  rounds and bounds of FLIX; `flix_risk`: its risk in the linear model. `crossover`: where one risk undercuts another.
 - `held_out`, `left_out`: errors predicted from training rows alone, for the advisor.
+- `verdicts`: which of two models is better for whom, by paired losses; a guard for clients that would be harmed.
 """

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from coterie._core.randomness import key, normal, slots
-from coterie.theory.threshold_starts import few_threads, seed_weights
+from coterie.theory.threshold_starts import few_threads, seed_weights, stray
 
 DRAWS = 5  # clouds without clusters that every number of clusters is held against
 MARGIN = 0.1  # by which the silhouette must exceed the best of theirs
 SMALLEST = 0.25  # of an equal share: fewer points are no cluster but stray points
-FAR = 5.0  # times the median distance from the median: left out
 
 
 def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:
@@ -28,7 +27,7 @@ def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:
     Parameters
     ----------
     points
-        Points, [N, d]; those that are not finite or lie far away are left out.
+        Points, [N, d]; those that are not finite or have no neighbour are left out.
     most
         Largest number of clusters to try.
     seed
@@ -52,8 +51,7 @@ def estimate_clusters(points: Any, most: int = 10, *, seed: int = 0) -> int:
     points = points[torch.isfinite(points).all(1)].double()
     if len(points) < 4:
         return 1
-    length = torch.linalg.vector_norm(points - points.median(0).values, dim=1)
-    points = points[length <= FAR * length.median()]
+    points = points[~stray(points)]
     points = points - points.mean(0)
     left, values, _ = torch.linalg.svd(points, full_matrices=False)
     scale = values / len(points) ** 0.5

@@ -225,6 +225,38 @@ def balanced_share(p0: float, p: Tensor) -> Tensor:
     return torch.where(p == 0, 1.0 if p0 > 0 else 0.0, p0 / total.where(total > 0, 1.0))
 
 
+def renewal(coins: Coins, steps_worth: float = 20.0) -> float:
+    """Return rho, the probability of a new anchor that reaches an accuracy at the least cost.
+
+    For every rho in (0, 1] the method needs O(1/rho + sqrt(Lcal / (rho mu))) rounds (Theorem 4.3). A round costs p0 +
+    rho communications and a step of computation, of which `steps_worth` cost as much as one communication. The
+    product, (p0 + rho + 1/steps_worth) / sqrt(rho) where the second term leads, is least at p0 + 1/steps_worth. The
+    p0 (1 - p0) of communication alone lets the method stall where losses are much steeper than pulls: p0 is then
+    tiny, and so is the chance of ever seeing a new anchor.
+
+    Parameters
+    ----------
+    coins
+        The coins.
+    steps_worth
+        Steps that cost as much as a communication; infinity counts communication only.
+
+    Returns
+    -------
+    float
+        The probability.
+
+    Examples
+    --------
+    >>> from coterie.theory.cluster_penalty import Penalty
+    >>> from coterie.theory.coins import Coins, renewal
+    >>> round(renewal(Coins.of(Penalty.of([0, 0, 1], gamma=1.0, alpha=0.5), p0=0.001, p=0.01)), 4)
+    0.051
+    """
+    talk = coins.p0 * (1 - coins.p0) if coins.p0 > 0 else float((coins.p * (1 - coins.p)).max())
+    return min(1.0, talk + 1 / steps_worth)
+
+
 def strengths(penalty: Penalty) -> tuple[float, float]:
     """Return C1 = max alpha_j gamma_i and C2 = max (1 - alpha_j) gamma_i.
 

@@ -43,6 +43,65 @@ def alignment(first: Tensor, second: Tensor, margin: float = 0.0, cosine: bool =
     return product / size.clamp(min=torch.finfo(first.dtype).tiny) if cosine else product
 
 
+def running_size(before: float, products: Tensor, keep: float = 0.9) -> float:
+    """Return the running mean size of products, a unit for the step of the weights.
+
+    Parameters
+    ----------
+    before
+        The mean so far; 0 if there is none.
+    products
+        Products of this round.
+    keep
+        Share of the mean so far.
+
+    Returns
+    -------
+    float
+        Above 0.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.consensus import running_size
+    >>> running_size(0.0, torch.tensor([2.0, -4.0])), running_size(1.0, torch.tensor([2.0, -4.0]), keep=0.5)
+    (3.0, 2.0)
+    """
+    size = float(products.abs().mean()) or torch.finfo(products.dtype).tiny
+    return keep * before + (1 - keep) * size if before else size
+
+
+def group_medians(models: Tensor, groups: Tensor) -> Tensor:
+    """Return for each client the coordinate-wise median of the models of its group.
+
+    Less than half of a group cannot drag it away.
+
+    Parameters
+    ----------
+    models
+        Models, [n, d].
+    groups
+        Group of each client, [n].
+
+    Returns
+    -------
+    Tensor
+        [n, d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.consensus import group_medians
+    >>> group_medians(torch.tensor([[1.0], [2.0], [9.0], [7.0]]), torch.tensor([0, 0, 0, 1])).flatten().tolist()
+    [2.0, 2.0, 2.0, 7.0]
+    """
+    middle = models.clone()
+    for group in groups.unique()[torch.bincount(groups)[groups.unique()] > 1]:
+        inside = groups == group
+        middle[inside] = models[inside].median(0).values
+    return middle
+
+
 def recent_links(weights: Tensor, seen: Tensor, t: int, patience: int) -> Tensor:
     """Return W with zeros where client i is absent in round t, or client j has been for too long.
 

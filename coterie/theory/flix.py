@@ -96,14 +96,26 @@ class Mixture:
         """Weights of the one-shot average: alpha_i^2 L_i, divided by their sum, [n]."""
         return self.curvatures / self.curvatures.sum()
 
-    def average(self, own: Tensor) -> Tensor:
-        """Return the one-shot model x_avg [d] of local models [n, d]."""
-        return (self.weights.unsqueeze(-1).to(own) * own).sum(0)
+    @property
+    def stationary_weights(self) -> Tensor:
+        """Weights of the average for losses that are not convex: alpha_i^4 L_i^2, divided by their sum, [n]."""
+        return self.curvatures.square() / self.curvatures.square().sum()
 
-    def spread(self, own: Tensor) -> float:
-        """Return V = sum_i w_i |x_i - x_avg|^2 of local models [n, d]."""
-        gaps = (own - self.average(own)).square().sum(-1)
-        return float((self.weights.to(gaps) * gaps).sum())
+    def average(self, own: Tensor, stationary: bool = False) -> Tensor:
+        """Return the one-shot model x_avg [d] of local models [n, d], with `stationary_weights` if asked."""
+        return (self._shares(stationary).unsqueeze(-1).to(own) * own).sum(0)
+
+    def spread(self, own: Tensor, stationary: bool = False) -> float:
+        """Return V = sum_i w_i |x_i - x_avg|^2 of local models [n, d], with `stationary_weights` if asked."""
+        gaps = (own - self.average(own, stationary)).square().sum(-1)
+        return float((self._shares(stationary).to(gaps) * gaps).sum())
+
+    def noisiest(self, omega: float | Tensor) -> float:
+        """Return max_i omega_i alpha_i^2 L_i, for one omega of all clients or one of each, [n]."""
+        return float((self.curvatures * omega).max())
+
+    def _shares(self, stationary: bool) -> Tensor:
+        return self.stationary_weights if stationary else self.weights
 
 
 def diameter(own: Tensor) -> float:
@@ -231,7 +243,7 @@ def stationary_alpha(eps: float, smoothness: Tensor, spread: float) -> float:
     smoothness
         Smoothness of each client's loss, [n].
     spread
-        V of the local models, with weights alpha^4 L_i^2.
+        V of the local models, with weights alpha^4 L_i^2: `Mixture.spread(own, stationary=True)`.
 
     Returns
     -------
@@ -247,3 +259,80 @@ def stationary_alpha(eps: float, smoothness: Tensor, spread: float) -> float:
     """
     scale = float(smoothness.double().square().mean()) * spread
     return 1.0 if scale <= eps**2 else (eps**2 / scale) ** 0.25
+
+
+def stationary_bound(mixture: Mixture, spread: float) -> float:
+    """Bound |grad f~(x_avg)| by the root of mean(alpha_i^4 L_i^2) V: Theorem 3, which needs no convexity.
+
+    x_avg and V have weights alpha_i^4 L_i^2, which make the bound smallest.
+
+    Parameters
+    ----------
+    mixture
+        Constants of the problem.
+    spread
+        V, from `Mixture.spread(own, stationary=True)`.
+
+    Returns
+    -------
+    float
+        The bound.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import flix
+    >>> flix.stationary_bound(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.zeros(2)), spread=4.0)
+    2.0
+    """
+    return mixture.L_rms * math.sqrt(spread)
+
+
+def stationary_diameter_bound(mixture: Mixture, squared_diameter: float) -> float:
+    """Bound |grad f~(x_avg)| by alpha_max^2 times the root of mean(L_i^2) D^2, coarser than `stationary_bound`.
+
+    Parameters
+    ----------
+    mixture
+        Constants of the problem.
+    squared_diameter
+        D^2, from `diameter`.
+
+    Returns
+    -------
+    float
+        The bound.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import flix
+    >>> flix.stationary_diameter_bound(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.zeros(2)), 4.0)
+    2.0
+    """
+    scale = float(mixture.smoothness.square().mean()) * squared_diameter
+    return float(mixture.alpha.max()) ** 2 * math.sqrt(scale)
+
+
+def mixed_spread(alpha: float, spread: float) -> float:
+    """Return the spread of the deployed models T_i(x), (1 - alpha)^2 times that of the local models, whatever x is.
+
+    Parameters
+    ----------
+    alpha
+        The common mixing weight.
+    spread
+        Spread of the local models, with any weights that sum to one.
+
+    Returns
+    -------
+    float
+        The spread with the same weights.
+
+    Examples
+    --------
+    >>> from coterie.theory import flix
+    >>> flix.mixed_spread(alpha=0.5, spread=2.0)
+    0.5
+    """
+    return (1.0 - alpha) ** 2 * spread

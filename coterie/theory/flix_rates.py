@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from coterie.theory.flix import Mixture
@@ -36,17 +37,17 @@ def dgd_rate(mixture: Mixture) -> float:
     return 1.0 - mixture.mu * dgd_step(mixture)
 
 
-def diana_rate(mixture: Mixture, omega: float) -> float:
+def diana_rate(mixture: Mixture, omega: float | Tensor) -> float:
     """Return the factor by which DIANA shrinks its Lyapunov function in expectation.
 
-    max(1 - gamma mu_alpha, 1 - beta / 2), with gamma from `diana_step` and beta from `diana_beta`.
+    max(1 - gamma mu_alpha, 1 - beta / 2), with gamma from `diana_step` and beta from `diana_beta`, the smallest.
 
     Parameters
     ----------
     mixture
         Constants of the problem.
     omega
-        Variance factor of the compressor.
+        Variance factor of the compressor, or one for each client, [n].
 
     Returns
     -------
@@ -60,7 +61,8 @@ def diana_rate(mixture: Mixture, omega: float) -> float:
     >>> flix_rates.diana_rate(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=1.0)
     0.9375
     """
-    return max(1.0 - diana_step(mixture, omega) * mixture.mu, 1.0 - 0.5 * diana_beta(omega))
+    slowest = diana_beta(float(torch.as_tensor(omega).max()))
+    return max(1.0 - diana_step(mixture, omega) * mixture.mu, 1.0 - 0.5 * slowest)
 
 
 def ef21_rate(mixture: Mixture, delta: float) -> float:
@@ -223,15 +225,15 @@ def gap_bounds(
     return [gap, *(scale * rate**k for k in range(1, rounds))]
 
 
-def dcgd_floor(mixture: Mixture, omega: float, grads: Tensor) -> float:
-    """Bound DCGD's E|x - x*|^2 in the long run by 2 gamma / (mu n) mean omega |G_i(x*)|^2.
+def dcgd_floor(mixture: Mixture, omega: float | Tensor, grads: Tensor) -> float:
+    """Bound DCGD's E|x - x*|^2 in the long run by 2 gamma / (mu n) mean omega_i |G_i(x*)|^2.
 
     Parameters
     ----------
     mixture
         Constants of the problem.
     omega
-        Variance factor of the compressor.
+        Variance factor of the compressor, or one for each client, [n].
     grads
         Gradients G_i(x*) of the clients' terms at the minimiser, [n, d].
 
@@ -247,5 +249,5 @@ def dcgd_floor(mixture: Mixture, omega: float, grads: Tensor) -> float:
     >>> flix_rates.dcgd_floor(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), 1.0, torch.ones(2, 3))
     6.0
     """
-    noise = omega * float(grads.double().square().sum(-1).mean())
+    noise = float((grads.double().square().sum(-1) * omega).mean())
     return 2.0 * dcgd_step(mixture, omega) / (mixture.mu * mixture.n) * noise

@@ -7,8 +7,14 @@ EF21 and Scaffnew with each client's loss replaced by its mixture's, whose smoot
 from __future__ import annotations
 
 import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from coterie.theory.flix import Mixture
+
+Omega = TypeVar("Omega", float, Tensor)
 
 
 def dgd_step(mixture: Mixture) -> float:
@@ -24,15 +30,15 @@ def dgd_step(mixture: Mixture) -> float:
     return _inverse(mixture.L)
 
 
-def dcgd_step(mixture: Mixture, omega: float) -> float:
-    """Return DCGD's step size, 1 / (L_alpha + 2 omega max_i(alpha_i^2 L_i) / n).
+def dcgd_step(mixture: Mixture, omega: float | Tensor) -> float:
+    """Return DCGD's step size, 1 / (L_alpha + 2 max_i(omega_i alpha_i^2 L_i) / n).
 
     Parameters
     ----------
     mixture
         Constants of the problem.
     omega
-        Variance factor of the compressor.
+        Variance factor of the compressor, or one for each client, [n].
 
     Returns
     -------
@@ -46,18 +52,21 @@ def dcgd_step(mixture: Mixture, omega: float) -> float:
     >>> flix_steps.dcgd_step(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=1.0)
     0.5
     """
-    return _inverse(mixture.L + 2.0 * omega * float(mixture.curvatures.max()) / mixture.n)
+    return _inverse(mixture.L + 2.0 * mixture.noisiest(omega) / mixture.n)
 
 
-def diana_step(mixture: Mixture, omega: float) -> float:
+def diana_step(mixture: Mixture, omega: float | Tensor) -> float:
     """Return DIANA's step size, 1 / (L_alpha + 6 omega max_i(alpha_i^2 L_i) / n).
+
+    If every client has its own omega_i, it is 1 / (L_alpha + 2 max_i(omega_i alpha_i^2 L_i) / n + 4 max_i(beta_i
+    omega_i alpha_i^2 L_i) / (n min_i beta_i)) with beta_i from `diana_beta`.
 
     Parameters
     ----------
     mixture
         Constants of the problem.
     omega
-        Variance factor of the compressor.
+        Variance factor of the compressor, or one for each client, [n].
 
     Returns
     -------
@@ -71,11 +80,13 @@ def diana_step(mixture: Mixture, omega: float) -> float:
     >>> flix_steps.diana_step(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), omega=1.0)
     0.25
     """
-    return _inverse(mixture.L + 6.0 * omega * float(mixture.curvatures.max()) / mixture.n)
+    betas = diana_beta(torch.as_tensor(omega, dtype=torch.float64))
+    shifts = mixture.noisiest(betas * omega) / float(betas.min())
+    return _inverse(mixture.L + (2.0 * mixture.noisiest(omega) + 4.0 * shifts) / mixture.n)
 
 
-def diana_beta(omega: float) -> float:
-    """Return the step size of DIANA's shifts, 1 / (1 + omega).
+def diana_beta(omega: Omega) -> Omega:
+    """Return the step size of DIANA's shifts, 1 / (1 + omega); one for each client if omega is.
 
     Examples
     --------
@@ -86,17 +97,19 @@ def diana_beta(omega: float) -> float:
     return 1.0 / (1.0 + omega)
 
 
-def diana_step_nonconvex(mixture: Mixture, omega: float) -> float:
-    """Return DIANA's step size for losses that are not convex.
+def diana_step_nonconvex(mixture: Mixture, omega: float | Tensor) -> float:
+    """Return DIANA's step size for losses that are not convex, Theorem 9.
 
-    It has the root mean square of alpha_i^2 L_i, because Jensen's inequality rules out L_alpha.
+    u / L_rms with the largest u that has u + 2 eta u^2 <= 1 and 4 eta u^2 <= 1, where eta = (1 + 2 (1 + omega)) (1 +
+    omega) omega / n. It has the root mean square of alpha_i^2 L_i, because Jensen's inequality rules out L_alpha.
 
     Parameters
     ----------
     mixture
         Constants of the problem.
     omega
-        Variance factor of the compressor.
+        Variance factor of the compressor, or one for each client, [n]; then 1 + omega is the largest and omega the mean
+        with weights alpha_i^4 L_i^2.
 
     Returns
     -------
@@ -110,9 +123,45 @@ def diana_step_nonconvex(mixture: Mixture, omega: float) -> float:
     >>> round(flix_steps.diana_step_nonconvex(flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.ones(2)), 1.0), 4)
     0.2236
     """
-    eta = (1.0 + omega) * omega * (1.0 + 2.0 * (1.0 + omega)) / mixture.n
+    if mixture.L_rms == 0:
+        return 0.0
+    slowest = 1.0 + float(torch.as_tensor(omega).max())
+    noise = float((mixture.stationary_weights * omega).sum())
+    eta = (1.0 + 2.0 * slowest) * slowest * noise / mixture.n
     first = math.inf if eta == 0 else 0.5 / math.sqrt(eta)
     return _inverse(mixture.L_rms) * min(first, 2.0 / (math.sqrt(1.0 + 8.0 * eta) + 1.0))
+
+
+def dcgd_step_nonconvex(mixture: Mixture, omega: float | Tensor, rounds: int | None = None) -> float:
+    """Return DCGD's step size for losses that are not convex, Theorem 8: 1 / L_alpha, or less for many rounds.
+
+    The gap may grow by a factor 1 + L_alpha lr^2 A in a round, A = max_i(omega_i alpha_i^2 L_i) / n. With lr <= 1 /
+    sqrt(L_alpha A rounds) it does not grow by more than e in all.
+
+    Parameters
+    ----------
+    mixture
+        Constants of the problem.
+    omega
+        Variance factor of the compressor, or one for each client, [n].
+    rounds
+        Rounds that will be taken, if they are known.
+
+    Returns
+    -------
+    float
+        The step size.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import flix, flix_steps
+    >>> mixture = flix.Mixture.equal(0.5, torch.tensor([4.0, 4.0]), torch.zeros(2))
+    >>> flix_steps.dcgd_step_nonconvex(mixture, 2.0), flix_steps.dcgd_step_nonconvex(mixture, 2.0, rounds=100)
+    (1.0, 0.1)
+    """
+    noise = mixture.L * mixture.noisiest(omega) / mixture.n * (rounds or 0)
+    return min(dgd_step(mixture), 1.0 / math.sqrt(noise)) if noise > 0 else dgd_step(mixture)
 
 
 def ef21_step(mixture: Mixture, delta: float) -> float:
@@ -179,7 +228,14 @@ def scaffnew_chance(mixture: Mixture) -> float:
     return math.sqrt(least * scaffnew_step(mixture)) if least > 0 else 1.0
 
 
-def step(solver: str, mixture: Mixture, omega: float = 0.0, delta: float = 1.0, convex: bool = True) -> float:
+def step(
+    solver: str,
+    mixture: Mixture,
+    omega: float | Tensor = 0.0,
+    delta: float = 1.0,
+    convex: bool = True,
+    rounds: int | None = None,
+) -> float:
     """Return the step size of a solver.
 
     Parameters
@@ -189,11 +245,14 @@ def step(solver: str, mixture: Mixture, omega: float = 0.0, delta: float = 1.0, 
     mixture
         Constants of the problem.
     omega
-        Variance factor of the compressor, for dcgd and diana.
+        Variance factor of the compressor, or one for each client, for dcgd and diana.
     delta
         Contraction of the compressor, for ef21.
     convex
         Whether the clients' losses are convex.
+    rounds
+        Rounds that will be taken, if they are known: dcgd takes shorter steps for more of them if losses are not
+        convex.
 
     Returns
     -------
@@ -208,7 +267,7 @@ def step(solver: str, mixture: Mixture, omega: float = 0.0, delta: float = 1.0, 
     1.0
     """
     if solver == "dcgd":
-        return dcgd_step(mixture, omega) if convex else dgd_step(mixture)
+        return dcgd_step(mixture, omega) if convex else dcgd_step_nonconvex(mixture, omega, rounds)
     if solver == "diana":
         return diana_step(mixture, omega) if convex else diana_step_nonconvex(mixture, omega)
     if solver == "ef21":

@@ -53,8 +53,8 @@ def lift(a: Tensor, b: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     b
         b, [..., d].
     spread
-        Inverse of the strength that ties t to w, [..., 1] or [..., d] (one per coordinate); 0 makes t equal to w,
-        infinity (in all coordinates) unties them, so that nothing is said about w.
+        Inverse of the strength that ties t to w, [..., 1] or [..., d] (one per coordinate), or a covariance
+        [..., d, d]; 0 makes t equal to w, infinity (in all coordinates) unties them, so that nothing is said about w.
 
     Returns
     -------
@@ -69,10 +69,9 @@ def lift(a: Tensor, b: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     >>> h.item(), g.item()
     (0.5, 0.5)
     """
-    tied = spread.isfinite().all(-1, keepdim=True)
-    spread = torch.where(tied, spread, 0.0).expand(b.shape)
+    tied, s = _covariance(spread, b)
     identity = torch.eye(b.shape[-1], dtype=a.dtype, device=a.device)
-    both = torch.linalg.solve(identity + a * spread.unsqueeze(-2), torch.cat([a, b.unsqueeze(-1)], -1))
+    both = torch.linalg.solve(identity + scaled(s, a).mT, torch.cat([a, b.unsqueeze(-1)], -1))
     both = both * tied.unsqueeze(-1)
     h = both[..., :-1]
     return 0.5 * (h + h.mT), both[..., -1]
@@ -104,12 +103,10 @@ def settle(a: Tensor, b: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
     >>> settle(torch.eye(1), torch.ones(1), centre=torch.zeros(1), spread=torch.ones(1)).item()
     0.5
     """
-    tied = spread.isfinite().all(-1, keepdim=True)
-    finite = torch.where(tied, spread, 0.0).expand(b.shape)
+    tied, s = _covariance(spread, b)
     identity = torch.eye(b.shape[-1], dtype=a.dtype, device=a.device)
-    t = torch.linalg.solve(identity + finite.unsqueeze(-1) * a, (finite * b + centre).unsqueeze(-1)).squeeze(
-        -1
-    )
+    right = scaled(s, b.unsqueeze(-1)) + centre.unsqueeze(-1)
+    t = torch.linalg.solve(identity + scaled(s, a), right).squeeze(-1)
     return t if bool(tied.all()) else torch.where(tied, t, pseudo_solve(a, b))
 
 
@@ -244,7 +241,26 @@ def minimiser(a: Tensor, b: Tensor, penalty: Penalty) -> Hierarchy:
     >>> minimiser(a, b, Penalty.of([0, 0], gamma=1.0, alpha=0.5)).models.tolist()
     [[1.0], [3.0]]
     """
-    return minimise(a, b, penalty.clusters, 1 / penalty.gamma, 1 / penalty.lambda_)
+    return minimise(a, b, penalty.clusters, _inverted(penalty.gamma, a), _inverted(penalty.lambda_, a))
+
+
+def _inverted(strength: Tensor, like: Tensor) -> Tensor:
+    """Return 1 / strength in the type of `like`; a strength without an inverse there ties nothing."""
+    return (1 / strength).to(like).nan_to_num(posinf=torch.inf)
+
+
+def _covariance(spread: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which t are tied to their w at all, [..., 1], and the variances [..., d] or covariances of the others.
+
+    Variances beyond the square root of the largest number untie as infinity does: their products would overflow.
+    """
+    most = torch.finfo(b.dtype).max ** 0.5
+    spread = spread.to(b.dtype)
+    if spread.dim() == b.dim() + 1 and spread.shape[-2:] == (b.shape[-1], b.shape[-1]):
+        tied = (spread.abs() < most).all(-1).all(-1, keepdim=True)
+        return tied, torch.where(tied.unsqueeze(-1), spread, 0.0)
+    tied = (spread < most).all(-1, keepdim=True)
+    return tied, torch.where(tied, spread, 0.0).expand(b.shape)
 
 
 def pseudo_solve(a: Tensor, b: Tensor) -> Tensor:
@@ -253,6 +269,11 @@ def pseudo_solve(a: Tensor, b: Tensor) -> Tensor:
     top = values[..., -1:].clamp(min=torch.finfo(values.dtype).tiny)
     inverse = torch.where(values > 10 * a.shape[-1] * torch.finfo(values.dtype).eps * top, 1 / values, 0.0)
     return times(vectors, inverse * times(vectors.mT, b))
+
+
+def scaled(spread: Tensor, matrix: Tensor) -> Tensor:
+    """Return S M for variances [..., d] or covariances [..., d, d] and matrices [..., d, e]."""
+    return spread.unsqueeze(-1) * matrix if spread.dim() < matrix.dim() else spread @ matrix
 
 
 def times(a: Tensor, v: Tensor) -> Tensor:

@@ -99,6 +99,40 @@ def curves(matrix: Tensor, own: Tensor, count: Tensor, total: Tensor, lam: Tenso
     return torch.cat([torch.stack([_form(p, deviation, p), shared_noise], -2), alone], -2)
 
 
+def shift(matrix: Tensor, own: Tensor, count: Tensor) -> Tensor:
+    """Return how much more the client's covariance differs from the others' than chance explains, [..., 1].
+
+    With G = C^-1 A_i for the others' C, d tr(G^2) / tr(G)^2 is about 1 + d/n if the covariances are proportional.
+
+    Parameters
+    ----------
+    matrix
+        A, the sum over all clients, [..., d, d].
+    own
+        A_i of the client, [..., d, d].
+    count
+        Rows of the client, [..., 1].
+
+    Returns
+    -------
+    Tensor
+        [..., 1], about 0 without a shift.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import left_out
+    >>> others, own = 300 * torch.eye(2), torch.diag(torch.tensor([5.0, 195.0]))
+    >>> round(left_out.shift(others + own, own, torch.tensor([100.0])).item(), 2)
+    0.88
+    """
+    d = own.shape[-1]
+    relative = inverse(matrix - own) @ own
+    trace = relative.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    square = (relative * relative.mT).sum((-1, -2)).unsqueeze(-1)
+    return d * square / trace.square().clamp_min(torch.finfo(own.dtype).tiny) - 1 - d / count
+
+
 def _filter(values: Tensor, alive: Tensor, count: Tensor, lam: Tensor) -> Tensor:
     """Return 1 / (eigenvalue + n lam), [..., L, d]; 0 on directions without rows, as for infinite lam."""
     shifted = values.unsqueeze(-2) + (count * lam).unsqueeze(-1)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.theory import risk
+from coterie.theory import flix_risk, risk
 from coterie.theory.filters import apply
 from coterie.theory.ridge_limits import Risk
 from coterie.theory.spectrum import Spectrum
 
 NOISES = 8
+STOPPED = 10  # personal steps of "ditto-steps"
 ESTIMATORS = (
     "fedavg",
     "local",
@@ -26,6 +27,8 @@ ESTIMATORS = (
     "rtfa*",
     "pfedme*",
 )
+BEYOND = ("fomaml-fl", "flix", "flix-ftfa", "ditto", "ditto-steps")
+"""Estimators that the paper does not have; Ditto's shared model takes `World.local_steps` steps in a round."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class World:
         Penalty of `rtfa` and `pfedme`; the starred estimators take the best.
     alpha
         MAML's inner step.
+    local_steps, local_lr
+        Local steps of Ditto's shared model in a round.
 
     Examples
     --------
@@ -70,6 +75,8 @@ class World:
     correlation: float = 0.0
     lam: float = 1.5
     alpha: float = 0.1
+    local_steps: int = 3
+    local_lr: float = 0.1
 
     @property
     def gamma(self) -> float:
@@ -95,8 +102,7 @@ class World:
         Parameters
         ----------
         clients
-            Whether to include the error of a centre learned from this many clients. For correlated features that
-            error is known for FedAvg's centre only, and used for all.
+            Whether to include the error of a centre learned from this many clients.
 
         Returns
         -------
@@ -106,20 +112,34 @@ class World:
         values = torch.linalg.eigvalsh(self.covariance()).numpy() if self.correlation else None
         common: dict[str, Any] = {"gamma": self.gamma, "sigma2": self.sigma2}
         common["spectrum"] = None if values is None else Spectrum.of(values)
-        shared = {**common, "r2": self.r2, "clients": self.clients if clients else None}
-        maml = risk.maml_fl(**shared, alpha=self.alpha) if values is None else risk.ftfa(**shared)
-        prox = risk.pfedme if values is None else risk.rtfa
-        return {
+        finite = {"clients": self.clients if clients else None}
+        shared = {**common, "r2": self.r2, **finite}
+        mixed = {**shared, "rho2": self.rho2}
+        local: dict[str, Any] = {"local_steps": self.local_steps, "local_lr": self.local_lr}
+        found = {
             "fedavg": risk.fedavg(**shared),
             "local": risk.local(**common, rho2=self.rho2),
             "ridge-local*": risk.ridge_local(**common, rho2=self.rho2),
             "ftfa": risk.ftfa(**shared),
-            "maml-fl": maml,
+            "maml-fl": risk.maml_fl(**shared, alpha=self.alpha),
             "rtfa": risk.rtfa(**shared, lam=self.lam),
-            "pfedme": prox(**shared, lam=self.lam),
+            "pfedme": risk.pfedme(**shared, lam=self.lam),
             "rtfa*": risk.rtfa(**shared),
-            "pfedme*": prox(**shared),
+            "pfedme*": risk.pfedme(**shared),
+            "fomaml-fl": risk.maml_fl(**shared, alpha=self.alpha, first_order=True),
+            "flix": flix_risk.flix(**mixed, alpha=self.mixing("local")),
+            "flix-ftfa": flix_risk.flix(**mixed, alpha=self.mixing("ftfa"), own="ftfa"),
+            "ditto": risk.ditto(**shared, **local, lam=self.lam),
         }
+        if values is None:
+            stop: dict[str, Any] = {"steps": STOPPED, "lr": self.local_lr}
+            found["ditto-steps"] = risk.ditto(**shared, **local, lam=self.lam, **stop)
+        return found
+
+    def mixing(self, own: str) -> float:
+        """Return the best alpha of FLIX with many clients and independent features."""
+        numbers = {"gamma": self.gamma, "r2": self.r2, "rho2": self.rho2, "sigma2": self.sigma2}
+        return float(flix_risk.best_alpha(**numbers, own=own))
 
 
 @dataclass(frozen=True)
@@ -150,7 +170,7 @@ def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulat
     Returns
     -------
     dict of Simulated
-        By estimator, one of `ESTIMATORS`.
+        By estimator, one of `ESTIMATORS` or `BEYOND`.
 
     Examples
     --------
@@ -164,7 +184,7 @@ def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulat
     root = torch.linalg.cholesky(covariance).T if world.correlation else None
     middle = _unit(torch.randn(world.features, generator=draw, dtype=torch.float64))
     penalty = world.penalties()
-    sums = {name: _Centre(world.features) for name in ("average", "maml", "given", "best")}
+    sums = {name: _Centre(world.features) for name in ("average", "maml", "fomaml", "steps", "given", "best")}
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     for k in range(judged + world.clients):
         x, truth, y = _client(world, middle, root, draw)
@@ -175,6 +195,8 @@ def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulat
         sums["average"].add(x, y, x)
         bent = x - world.alpha * (gram @ x)
         sums["maml"].add(bent, y - world.alpha * (gram @ y), bent)
+        sums["fomaml"].add(x, y, bent)
+        sums["steps"].add(x, y, _stepped(gram, x, world))
         for name in ("given", "best"):
             factor = torch.linalg.cholesky(gram + penalty[name] * torch.eye(world.rows, dtype=torch.float64))
             half = torch.linalg.solve_triangular(factor, x, upper=False)
@@ -183,11 +205,11 @@ def simulate(world: World, judged: int = 30, seed: int = 0) -> dict[str, Simulat
     common = math.sqrt(2 / world.features) * _sizes(
         centres["average"], math.sqrt(world.rho2 - world.r2) * middle, covariance
     )
-    errors: dict[str, list[Tensor]] = {name: [] for name in ESTIMATORS}
+    errors: dict[str, list[Tensor]] = {name: [] for name in (*ESTIMATORS, *BEYOND)}
     for x, truth, y in kept:
-        for name, model in _models(x, y, centres, penalty).items():
+        for name, model in _models(x, y, centres, penalty, world).items():
             errors[name].append(_sizes(model, truth, covariance))
-    shared = {name: torch.zeros(2) if "local" in name else common for name in ESTIMATORS}
+    shared = {name: torch.zeros(2) if "local" in name else common for name in errors}
     return {name: _summary(torch.stack(pairs), shared[name]) for name, pairs in errors.items()}
 
 
@@ -227,14 +249,29 @@ def _client(
     return x, truth, torch.cat([(x @ truth)[:, None], noise], 1)
 
 
-def _models(x: Tensor, y: Tensor, centres: dict[str, Tensor], penalty: dict[str, float]) -> dict[str, Tensor]:
+def _stepped(gram: Tensor, x: Tensor, world: World) -> Tensor:
+    """Return sum over k < local_steps of (1 - lr XX'/n)^k X, FedAvg's filter after several local steps."""
+    left = torch.zeros_like(x)
+    for _ in range(world.local_steps):
+        left = x + left - world.local_lr * (gram @ left)
+    return left
+
+
+def _models(
+    x: Tensor, y: Tensor, centres: dict[str, Tensor], penalty: dict[str, float], world: World
+) -> dict[str, Tensor]:
     """Return every estimator of one client, [d, columns]."""
     zero = torch.zeros_like(centres["average"])
 
     def tuned(middle: Tensor, lam: float) -> Tensor:
         return middle + apply(x, y - x @ middle, lambda s: 1 / (s + lam))
 
-    average = centres["average"]
+    def stopped(s: Tensor) -> Tensor:
+        """Return the filter of STOPPED steps on the loss with a ridge around the start."""
+        bent = s + penalty["given"]
+        return (1 - (1 - world.local_lr * bent) ** STOPPED) / bent
+
+    average, alone, both = centres["average"], world.mixing("local"), world.mixing("ftfa")
     return {
         "fedavg": average,
         "local": tuned(zero, 0.0),
@@ -245,6 +282,11 @@ def _models(x: Tensor, y: Tensor, centres: dict[str, Tensor], penalty: dict[str,
         "pfedme": tuned(centres["given"], penalty["given"]),
         "rtfa*": tuned(average, penalty["best"]),
         "pfedme*": tuned(centres["best"], penalty["best"]),
+        "fomaml-fl": tuned(centres["fomaml"], 0.0),
+        "flix": alone * average + (1 - alone) * tuned(zero, 0.0),
+        "flix-ftfa": both * average + (1 - both) * tuned(average, 0.0),
+        "ditto": tuned(centres["steps"], penalty["given"]),
+        "ditto-steps": centres["steps"] + apply(x, y - x @ centres["steps"], stopped),
     }
 
 

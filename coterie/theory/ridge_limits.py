@@ -82,7 +82,7 @@ def optimal_lambda(*, gamma: Any, r2: Any, sigma2: Any, spectrum: Any = None) ->
         return found
 
     middle = np.log(np.where(np.isfinite(isotropic) & (isotropic > 0), isotropic, 1.0))
-    best = np.exp(_golden(height, middle - 12, middle + 12))
+    best = np.exp(golden(height, middle - 12, middle + 12))
     return plain(np.where((r2 > 0) & (sigma2 > 0), best, isotropic))
 
 
@@ -114,7 +114,7 @@ def passed_on(sigma: Spectrum, gamma: Array, lam: Array) -> Array:
     return np.where(np.isinf(v)[..., None], 0.0, ratio[..., None] * sigma.values * t * t)
 
 
-def _golden(height: Any, low: Array, high: Array, steps: int = 80) -> Array:
+def golden(height: Any, low: Array, high: Array, steps: int = 80) -> Array:
     """Return the minimiser of a function with one valley, for every entry of the arrays."""
     ratio = (np.sqrt(5) - 1) / 2
     for _ in range(steps):

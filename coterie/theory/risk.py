@@ -13,7 +13,8 @@ Every estimator is a function that takes numbers or arrays by name and returns a
 (0.5, 0.25, 0.75)
 
 Common parameters: `gamma`, `r2`, `rho2`, `sigma2` as above; `spectrum` (eigenvalues, or a `Spectrum`) is the covariance
-of the features, by default the identity; `clients` adds the error of a centre learned from that many clients.
+of the features, by default the identity; `clients` adds the error of a centre learned from that many clients, who take
+`local_steps` gradient steps of size `local_lr` in a round. `flix_risk` has the risk of FLIX's mixtures.
 """
 
 from __future__ import annotations
@@ -22,23 +23,28 @@ from typing import Any
 
 import numpy as np
 
-from coterie._core.errors import SettingError
-from coterie.theory.learned_centre import centre_moments
+from coterie.theory.around_centre import around, penalty, stopped, tuned
+from coterie.theory.learned_centre import Centre, centre_moments
 from coterie.theory.ridge_limits import (
     Risk,
     as_risk,
     numbers,
     optimal_lambda,
-    passed_on,
     plain,
     ridge_factors,
     spectrum_of,
 )
-from coterie.theory.spectrum import Array, Spectrum, marchenko_pastur
 
 
 def fedavg(
-    *, r2: Any, sigma2: Any = 0.0, gamma: Any = 1.0, spectrum: Any = None, clients: Any = None
+    *,
+    r2: Any,
+    sigma2: Any = 0.0,
+    gamma: Any = 1.0,
+    spectrum: Any = None,
+    clients: Any = None,
+    local_steps: int = 1,
+    local_lr: float = 1.0,
 ) -> Risk:
     """Predict the risk of one model for all clients.
 
@@ -54,6 +60,10 @@ def fedavg(
         Covariance of the features, by default the identity.
     clients
         Number of clients the centre is learned from, by default infinite.
+    local_steps
+        Their local steps in a round.
+    local_lr
+        Step size of these.
 
     Returns
     -------
@@ -69,7 +79,8 @@ def fedavg(
     gamma, r2, sigma2 = numbers(gamma=gamma, r2=r2, sigma2=sigma2)
     sigma = spectrum_of(spectrum)
     level = float(sigma.values @ sigma.signal_weights)
-    bias, variance = centre_moments(sigma, gamma, r2, sigma2, clients, "fedavg")
+    centre = Centre(steps=local_steps, lr=local_lr)
+    bias, variance = centre_moments(sigma, gamma, r2, sigma2, clients, centre)
     return as_risk(r2 * level + bias @ sigma.values, variance @ sigma.values)
 
 
@@ -99,7 +110,7 @@ def local(*, gamma: Any, rho2: Any, sigma2: Any, spectrum: Any = None) -> Risk:
     1.75
     """
     gamma, rho2, sigma2 = numbers(gamma=gamma, rho2=rho2, sigma2=sigma2)
-    return _around(spectrum_of(spectrum), gamma, rho2, sigma2, np.zeros_like(gamma), None, "fedavg")
+    return around(spectrum_of(spectrum), gamma, rho2, sigma2, np.zeros_like(gamma), None, Centre())
 
 
 def ridge_local(*, gamma: Any, rho2: Any, sigma2: Any, lam: Any = None, spectrum: Any = None) -> Risk:
@@ -132,7 +143,7 @@ def ridge_local(*, gamma: Any, rho2: Any, sigma2: Any, lam: Any = None, spectrum
     gamma, rho2, sigma2 = numbers(gamma=gamma, rho2=rho2, sigma2=sigma2)
     sigma = spectrum_of(spectrum)
     chosen = optimal_lambda(gamma=gamma, r2=rho2, sigma2=sigma2, spectrum=sigma) if lam is None else lam
-    return _around(sigma, gamma, rho2, sigma2, _lambda(chosen), None, "fedavg")
+    return around(sigma, gamma, rho2, sigma2, penalty(chosen), None, Centre())
 
 
 def ftfa(
@@ -142,6 +153,8 @@ def ftfa(
     sigma2: Any,
     spectrum: Any = None,
     clients: Any = None,
+    local_steps: int = 1,
+    local_lr: float = 1.0,
     steps: int | None = None,
     lr: float | None = None,
 ) -> Risk:
@@ -159,6 +172,10 @@ def ftfa(
         Covariance of the features, by default the identity.
     clients
         Number of clients the centre is learned from, by default infinite.
+    local_steps
+        Their local steps in a round.
+    local_lr
+        Step size of these.
     steps
         Gradient steps of the fine-tuning (identity covariance only); by default it goes on to interpolation.
     lr
@@ -176,22 +193,22 @@ def ftfa(
     0.75
     """
     gamma, r2, sigma2 = numbers(gamma=gamma, r2=r2, sigma2=sigma2)
-    sigma = spectrum_of(spectrum)
+    centre = Centre(steps=local_steps, lr=local_lr)
     if steps is None and lr is None:
-        return _around(sigma, gamma, r2, sigma2, np.zeros_like(gamma), clients, "fedavg")
-    if steps is None or lr is None or not sigma.is_identity():
-        raise SettingError("tuning that is stopped needs both steps and lr, and the identity covariance")
-    kept = np.empty_like(gamma)
-    noise = np.empty_like(gamma)
-    for at, one in np.ndenumerate(gamma):
-        kept[at] = marchenko_pastur(one, lambda s: (1 - lr * s) ** (2 * steps), at_zero=1.0)
-        noise[at] = one * marchenko_pastur(one, lambda s: (1 - (1 - lr * s) ** steps) ** 2 / s)
-    extra = centre_moments(sigma, gamma, r2, sigma2, clients, "fedavg")
-    return as_risk((r2 + extra[0].sum(-1)) * kept, sigma2 * noise + extra[1].sum(-1) * kept)
+        return around(spectrum_of(spectrum), gamma, r2, sigma2, np.zeros_like(gamma), clients, centre)
+    return stopped(spectrum_of(spectrum), gamma, r2, sigma2, np.zeros_like(gamma), clients, centre, steps, lr)
 
 
 def rtfa(
-    *, gamma: Any, r2: Any, sigma2: Any, lam: Any = None, spectrum: Any = None, clients: Any = None
+    *,
+    gamma: Any,
+    r2: Any,
+    sigma2: Any,
+    lam: Any = None,
+    spectrum: Any = None,
+    clients: Any = None,
+    local_steps: int = 1,
+    local_lr: float = 1.0,
 ) -> Risk:
     """Predict the risk of FedAvg tuned on each client with a ridge penalty around it.
 
@@ -209,6 +226,10 @@ def rtfa(
         Covariance of the features, by default the identity.
     clients
         Number of clients the centre is learned from, by default infinite.
+    local_steps
+        Their local steps in a round.
+    local_lr
+        Step size of these.
 
     Returns
     -------
@@ -221,11 +242,82 @@ def rtfa(
     >>> round(risk.rtfa(gamma=2.0, r2=1.0, sigma2=0.25).risk, 4)
     0.6404
     """
-    return _tuned(gamma, r2, sigma2, lam, spectrum, clients, "fedavg")
+    return tuned(gamma, r2, sigma2, lam, spectrum, clients, "fedavg", local_steps, local_lr)
+
+
+def ditto(
+    *,
+    gamma: Any,
+    r2: Any,
+    sigma2: Any,
+    lam: Any = None,
+    spectrum: Any = None,
+    clients: Any = None,
+    local_steps: int = 1,
+    local_lr: float = 1.0,
+    steps: int | None = None,
+    lr: float | None = None,
+) -> Risk:
+    """Predict the risk of Ditto's personal models.
+
+    They converge to ridge around the shared model, which is FedAvg's: then Ditto is `rtfa`. After `steps` steps of size
+    `lr` from the shared model the filter is s/(s + lam) (1 - (1 - lr (s + lam))^steps).
+
+    Parameters
+    ----------
+    gamma
+        Features per row.
+    r2
+        Squared distance of the clients' parameters from the centre.
+    sigma2
+        Variance of the noise.
+    lam
+        Strength of the pull to the shared model, by default the best for converged models.
+    spectrum
+        Covariance of the features, by default the identity.
+    clients
+        Number of clients the centre is learned from, by default infinite.
+    local_steps
+        Their local steps in a round.
+    local_lr
+        Step size of these.
+    steps
+        Personal steps after the shared model has converged (identity covariance only); by default they go on for ever.
+    lr
+        Their step size; needed with `steps`.
+
+    Returns
+    -------
+    Risk
+        Bias and variance.
+
+    Examples
+    --------
+    >>> from coterie.theory import risk
+    >>> round(risk.ditto(gamma=2.0, r2=1.0, sigma2=0.25).risk, 4)
+    0.6404
+    >>> round(risk.ditto(gamma=2.0, r2=1.0, sigma2=0.25, steps=5, lr=0.1).risk, 4)
+    0.6797
+    """
+    if steps is None and lr is None:
+        return tuned(gamma, r2, sigma2, lam, spectrum, clients, "fedavg", local_steps, local_lr)
+    gamma, r2, sigma2 = numbers(gamma=gamma, r2=r2, sigma2=sigma2)
+    chosen = penalty(optimal_lambda(gamma=gamma, r2=r2, sigma2=sigma2) if lam is None else lam)
+    centre = Centre(steps=local_steps, lr=local_lr)
+    return stopped(spectrum_of(spectrum), gamma, r2, sigma2, chosen, clients, centre, steps, lr)
 
 
 def maml_fl(
-    *, gamma: Any, r2: Any, sigma2: Any, spectrum: Any = None, clients: Any = None, alpha: float = 0.0
+    *,
+    gamma: Any,
+    r2: Any,
+    sigma2: Any,
+    spectrum: Any = None,
+    clients: Any = None,
+    local_steps: int = 1,
+    local_lr: float = 1.0,
+    alpha: float = 0.0,
+    first_order: bool = False,
 ) -> Risk:
     """Predict the risk of MAML's centre tuned to interpolation; only the error of the centre differs from `ftfa`.
 
@@ -241,8 +333,14 @@ def maml_fl(
         Covariance of the features, by default the identity.
     clients
         Number of clients the centre is learned from, by default infinite.
+    local_steps
+        Their local steps in a round.
+    local_lr
+        Step size of these.
     alpha
         Step size of MAML's inner step.
+    first_order
+        Whether second derivatives are left out (FO-MAML).
 
     Returns
     -------
@@ -256,11 +354,20 @@ def maml_fl(
     0.7645
     """
     gamma, r2, sigma2 = numbers(gamma=gamma, r2=r2, sigma2=sigma2)
-    return _around(spectrum_of(spectrum), gamma, r2, sigma2, np.zeros_like(gamma), clients, "maml", alpha)
+    centre = Centre("fomaml" if first_order else "maml", alpha, local_steps, local_lr)
+    return around(spectrum_of(spectrum), gamma, r2, sigma2, np.zeros_like(gamma), clients, centre)
 
 
 def pfedme(
-    *, gamma: Any, r2: Any, sigma2: Any, lam: Any = None, spectrum: Any = None, clients: Any = None
+    *,
+    gamma: Any,
+    r2: Any,
+    sigma2: Any,
+    lam: Any = None,
+    spectrum: Any = None,
+    clients: Any = None,
+    local_steps: int = 1,
+    local_lr: float = 1.0,
 ) -> Risk:
     """Predict the risk of pFedMe's personal models; only the error of the centre differs from `rtfa`.
 
@@ -278,6 +385,10 @@ def pfedme(
         Covariance of the features, by default the identity.
     clients
         Number of clients the centre is learned from, by default infinite.
+    local_steps
+        Their local steps in a round.
+    local_lr
+        Step size of these.
 
     Returns
     -------
@@ -290,7 +401,7 @@ def pfedme(
     >>> round(risk.pfedme(gamma=2.0, r2=1.0, sigma2=0.25, clients=100).risk, 4)
     0.6558
     """
-    return _tuned(gamma, r2, sigma2, lam, spectrum, clients, "pfedme")
+    return tuned(gamma, r2, sigma2, lam, spectrum, clients, "pfedme", local_steps, local_lr)
 
 
 def crossover_noise(*, gamma: Any, r2: Any, spectrum: Any = None) -> Any:
@@ -321,37 +432,3 @@ def crossover_noise(*, gamma: Any, r2: Any, spectrum: Any = None) -> Any:
     bias, variance = ridge_factors(sigma, gamma, np.zeros_like(gamma))
     shared = float(sigma.values @ sigma.signal_weights)
     return plain(np.where(np.isinf(variance), 0.0, r2 * (shared - bias) / variance))
-
-
-def _tuned(gamma: Any, r2: Any, sigma2: Any, lam: Any, spectrum: Any, clients: Any, centre: str) -> Risk:
-    """Predict ridge around a centre, with the best penalty if none is given."""
-    gamma, r2, sigma2 = numbers(gamma=gamma, r2=r2, sigma2=sigma2)
-    sigma = spectrum_of(spectrum)
-    chosen = optimal_lambda(gamma=gamma, r2=r2, sigma2=sigma2, spectrum=sigma) if lam is None else lam
-    return _around(sigma, gamma, r2, sigma2, _lambda(chosen), clients, centre, chosen)
-
-
-def _around(
-    sigma: Spectrum,
-    gamma: Array,
-    distance2: Array,
-    sigma2: Array,
-    lam: Array,
-    clients: Any,
-    centre: str,
-    parameter: Any = 0.0,
-) -> Risk:
-    """Predict ridge around a centre; lam = 0 interpolates."""
-    bias, variance = ridge_factors(sigma, gamma, lam)
-    extra = centre_moments(sigma, gamma, distance2, sigma2, clients, centre, parameter)
-    passed = passed_on(sigma, gamma, lam)
-    with np.errstate(invalid="ignore"):
-        noise = np.where(sigma2 > 0, sigma2 * variance, 0.0)
-    return as_risk(distance2 * bias + (extra[0] * passed).sum(-1), noise + (extra[1] * passed).sum(-1))
-
-
-def _lambda(lam: Any) -> Array:
-    value = np.asarray(lam, dtype=float)
-    if not (value >= 0).all():
-        raise SettingError(f"lam = {lam}; it must not be negative")
-    return value

@@ -157,6 +157,57 @@ class Spectrum:
                 break
         return np.where(endless, 0.0, np.where(solvable, v, np.inf))
 
+    def transformed(
+        self, gamma: float, function: Callable[[Array], Array], pole: float | None = None
+    ) -> Array:
+        """Return the limit of v'phi(X'X/n) v for the eigenvector v of every eigenvalue, for phi that is 0 at 0.
+
+        By Cauchy's formula on a circle around the spectrum of X'X/n, where v'(z - X'X/n)^-1 v tends to 1/(z (1 + s
+        c(z))) with the companion transform c.
+
+        Parameters
+        ----------
+        gamma
+            Features per row.
+        function
+            phi of complex arrays, analytic around [0, largest eigenvalue].
+        pole
+            phi may have a singularity at -pole, and has none elsewhere.
+
+        Returns
+        -------
+        Array
+            One number per eigenvalue.
+
+        Examples
+        --------
+        >>> from coterie.theory.spectrum import Spectrum
+        >>> Spectrum.of([0.5, 1.5]).transformed(2.0, lambda s: s).round(6).tolist()
+        [0.5, 1.5]
+        """
+        top = float(self.values.max()) * (1 + np.sqrt(gamma)) ** 2
+        room = 0.1 * top if pole is None else min(0.1 * top, 0.5 * pole)
+        radius = 0.5 * top + room
+        count = int(min(2**17, max(512, 40 * radius / room)))
+        turn = np.exp(2j * np.pi * (np.arange(count) + 0.5) / count)
+        z = 0.5 * top + radius * turn
+        c = self._companion_around(gamma, 0.5 * top, radius * turn)
+        inside = radius * turn / count * function(z) / z
+        found: Array = (inside[:, None] / (1 + c[:, None] * self.values)).sum(0).real
+        return found
+
+    def _companion_around(self, gamma: float, middle: float, offset: Any) -> Any:
+        """Return the companion transform outside the spectrum, by Newton's method from far away inwards."""
+        c = np.zeros_like(offset)
+        for scale in np.geomspace(50.0, 1.0, 40):
+            z = middle + scale * offset
+            c = -1 / z if scale == 50.0 else c
+            for _ in range(3 if scale > 1 else 12):
+                t = 1 / (1 + c[:, None] * self.values)
+                height = 1 + z * c - gamma * (1 - t @ self.weights)
+                c = c - height / (z - gamma * ((self.values * t * t) @ self.weights))
+        return c
+
 
 IDENTITY = Spectrum(np.ones(1), np.ones(1))
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from coterie._core import randomness
 from coterie._core.errors import SettingError
 
+FAR = 5.0  # times the distance that three quarters of the points have to their nearest neighbour
 SMALL = 1 << 20  # elements below which scikit-learn gets one thread
 
 
 def seed_weights(
-    points: Tensor, k: int, *, lloyd: int = 5, tries: int = 1, far: float | None = None, seed: int = 0
+    points: Tensor, k: int, *, lloyd: int = 5, tries: int = 1, far: bool = False, seed: int = 0
 ) -> Tensor:
     """Return starting centres as weights of the points: K-means++ (scikit-learn's), then steps of K-means.
 
@@ -31,8 +32,7 @@ def seed_weights(
     tries
         Draws, of which the best is used.
     far
-        Leave out points farther from the coordinate-wise median than this many times the median of that distance;
-        K-means++ would otherwise spend its centres on them.
+        Leave out points without neighbours (`stray`); K-means++ would otherwise spend its centres on them.
     seed
         Seed of the draws.
 
@@ -51,9 +51,8 @@ def seed_weights(
     points = points.detach().double()
     if not 1 <= k <= len(points):
         raise SettingError(f"k = {k} centres cannot be drawn from {len(points)} points; give 1 <= k <= N")
-    if far is not None:
-        length = torch.linalg.vector_norm(points - points.median(0).values, dim=1)
-        near = length <= far * length.median()
+    if far:
+        near = ~stray(points)
         if k <= int(near.sum()) < len(points):
             weights = points.new_zeros(k, len(points))
             weights[:, near] = seed_weights(points[near], k, lloyd=lloyd, tries=tries, seed=seed)
@@ -69,6 +68,42 @@ def seed_weights(
             best, lowest = weights, inertia
     assert best is not None
     return best
+
+
+def stray(points: Tensor, piece: int = 1 << 24) -> Tensor:
+    """Return which points have no neighbour: the nearest is more than five times as far as is usual.
+
+    A whole cluster far from the others is not stray, however far it is; a lone point is.
+
+    Parameters
+    ----------
+    points
+        Points, [N, d].
+    piece
+        Distances computed at once.
+
+    Returns
+    -------
+    Tensor
+        bool [N].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.threshold_starts import stray
+    >>> stray(torch.tensor([[0.0], [0.1], [0.2], [50.0], [50.1], [-9.0]])).tolist()
+    [False, False, False, False, False, True]
+    """
+    if len(points) < 3:
+        return torch.zeros(len(points), dtype=torch.bool, device=points.device)
+    nearest = torch.cat(
+        [
+            torch.cdist(part, points).topk(2, largest=False).values[:, 1]
+            for part in points.split(max(1, piece // len(points)))
+        ]
+    )
+    usual = nearest.quantile(0.75) if len(points) < 1 << 24 else nearest.median()
+    return nearest > FAR * usual
 
 
 def _drawn(points: Tensor, k: int, draw: int) -> Tensor:

@@ -16,6 +16,7 @@ from coterie._core.errors import RunError
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import Entry
 from coterie.engine.state import State
+from coterie.train import private
 from coterie.train.history import History
 
 
@@ -98,6 +99,7 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
         "history": progress.history.index(),
         "ledger": [[*entry, *counts] for entry, counts in fed.ledger.entries.items()],
         "left_out": fed.left_out,
+        "privacy": private.state(fed),
         "decisions": fed.model.measured(),
         "best": [progress.best.round, progress.best.loss if progress.best.round >= 0 else None],
     }
@@ -116,8 +118,14 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     if not (folder / POINTER).exists():
         return None
     pointer = files.read_json(folder / POINTER)
-    path = folder / pointer["file"]
-    if not path.exists() or files.sha256(path) != pointer["sha256"]:
+    try:
+        path, expected = folder / pointer["file"], pointer["sha256"]
+    except (KeyError, TypeError) as problem:
+        raise RunError(
+            f"{folder / POINTER} is damaged ({problem}). Restore it from a copy, or delete {folder} to start this run "
+            "again from round 0."
+        ) from None
+    if not path.is_file() or files.sha256(path) != expected:
         raise RunError(
             f"{path} does not match the hash in {POINTER}: the checkpoint is damaged. Restore it from a copy, or "
             f"delete {folder} to start this run again from round 0."
@@ -127,6 +135,7 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     fed.runtime.restore(_under("store.", tensors))
     fed.restore_begun(tensors["begun"])
     fed.model.measured().update(note["decisions"])
+    private.restore(fed, note.get("privacy"))
     fed.left_out = [(int(t), int(k), str(why)) for t, k, why in note["left_out"]]
     for row in note["ledger"]:
         fed.ledger.entries[Entry(*row[:4])] = list(row[4:])

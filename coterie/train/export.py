@@ -13,11 +13,18 @@ from torch import Tensor
 from coterie._core import files
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
+from coterie.train.export_lightgbm import to_lightgbm
 from coterie.train.export_onnx import to_onnx
 from coterie.train.export_torchscript import to_torchscript
 from coterie.train.exported_model import ExportedModel
 
-SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "torchscript": ".pt", "csv": ".csv"}
+SUFFIXES = {
+    "safetensors": ".safetensors",
+    "onnx": ".onnx",
+    "torchscript": ".pt",
+    "csv": ".csv",
+    "lightgbm": ".txt",
+}
 
 
 def export(
@@ -38,7 +45,7 @@ def export(
     client
         Name of the client; None exports the common model.
     to
-        'safetensors', 'onnx', 'torchscript' or 'csv' (coefficients of linear models).
+        'safetensors', 'onnx', 'torchscript', 'csv' (coefficients of linear models) or 'lightgbm' (trees).
     out
         File to write; by default in the folder `exports` of the run.
     model
@@ -58,17 +65,28 @@ def export(
     ...     export(f"{folder}/run", "cleveland", to="csv").name
     'cleveland.csv'
     """
+    _require_format(to)
+    return write_model(ExportedModel.load(folder, client, model), to, out, Path(folder))
+
+
+def _require_format(to: str) -> None:
     if to not in SUFFIXES:
         raise SettingError(f"unknown format {to!r}.{nearest(to, SUFFIXES)}")
-    one = ExportedModel.load(folder, client, model)
+
+
+def write_model(one: ExportedModel, to: str, out: str | Path | None, beside: Path) -> Path:
+    """Write a model in one of the formats of `export`; without `out` into the folder `exports` inside `beside`."""
+    _require_format(to)
     name = re.sub(r"[^\w.-]+", "_", one.client).strip("._") or "client"
-    path = Path(folder) / "exports" / f"{name}{SUFFIXES[to]}" if out is None else Path(out)
+    path = beside / "exports" / f"{name}{SUFFIXES[to]}" if out is None else Path(out)
     if to == "safetensors":
         _to_safetensors(one, path)
     elif to == "csv":
         _to_csv(one, path)
     elif to == "onnx":
         to_onnx(one, path)
+    elif to == "lightgbm":
+        to_lightgbm(one, path)
     else:
         to_torchscript(one, path)
     return path
@@ -90,9 +108,10 @@ def _to_safetensors(one: ExportedModel, path: Path) -> None:
 def _to_csv(one: ExportedModel, path: Path) -> None:
     """Write a line per coefficient, for values as they are in the table: score = sum of the lines that apply.
 
-    `intercept` always applies, `number` times the value (the value in `if_missing` where it is missing), `missing` if
-    the value is missing, `level` if the value is that text. For classes the scores go through the link named in
-    `link` (logistic: of the second class; softmax: of all); for a quantity the score is the prediction.
+    `intercept` always applies, `number` times the value (the value in `if_missing` where it is missing or not between
+    `low` and `high`, if these are given), `missing` if the value is missing, `level` if the value is that text, `other`
+    if it is a text that no line of its column names. For classes the scores go through the link named in `link`
+    (logistic: of the second class; softmax: of all); for a quantity the score is the prediction.
     """
     rows = coefficients(one)
 
@@ -142,7 +161,13 @@ def coefficients(one: ExportedModel) -> list[dict[str, Any]]:
     rows = []
     for k, output in enumerate(outputs):
         lines, shift = _lines(one, weight[k], unit)
-        first = {"feature": "(intercept)", "column": "", "kind": "intercept", "level": "", "if_missing": ""}
+        first = {
+            "feature": "(intercept)",
+            "column": "",
+            "kind": "intercept",
+            "level": "",
+            "if_missing": "",
+        } | {"low": "", "high": ""}
         intercept = {
             **first,
             "coefficient": repr(float(bias[k]) + shift),
@@ -171,6 +196,8 @@ def _lines(one: ExportedModel, weight: Tensor, unit: float) -> tuple[list[dict[s
             "kind": kind,
             "level": level,
             "if_missing": "" if mean is None else repr(mean),
+            "low": "",
+            "high": "",
             "coefficient": repr(value / sd),
             "standardized": repr(value),
         }
@@ -182,7 +209,11 @@ def _lines(one: ExportedModel, weight: Tensor, unit: float) -> tuple[list[dict[s
     for scale in one.preprocessor.scales:
         if scale.sd:
             at = len(lines)
-            lines.append(line(names[at], scale.name, "number", at, mean=scale.mean, sd=scale.sd))
+            found = line(names[at], scale.name, "number", at, mean=scale.mean, sd=scale.sd)
+            if scale.limit:
+                width = scale.limit * abs(scale.sd)
+                found |= {"low": repr(scale.mean - width), "high": repr(scale.mean + width)}
+            lines.append(found)
             shift -= float(weight[at]) * unit * scale.mean / scale.sd
         if scale.missing:
             lines.append(line(names[len(lines)], scale.name, "missing", len(lines)))
@@ -191,4 +222,6 @@ def _lines(one: ExportedModel, weight: Tensor, unit: float) -> tuple[list[dict[s
             lines.append(line(names[len(lines)], choice.name, "level", len(lines), level))
         if choice.missing:
             lines.append(line(names[len(lines)], choice.name, "missing", len(lines)))
+        if choice.other:
+            lines.append(line(names[len(lines)], choice.name, "other", len(lines)))
     return lines, shift

@@ -13,9 +13,11 @@ import torch
 
 from coterie._core import files
 from coterie._core.errors import SettingError
+from coterie.data.preprocess import RAW, OneHot
 from coterie.models.predictor import LinearPredictor
 
 if TYPE_CHECKING:
+    from coterie.data.preprocess import OneHot
     from coterie.train.exported_model import ExportedModel
 
 OPSET, ML_OPSET, IR = 18, 3, 10
@@ -87,20 +89,55 @@ class _Graph:
         parts = []
         for scale in preprocessor.scales:
             self.inputs.append(helper.make_tensor_value_info(scale.name, TensorProto.DOUBLE, [ROWS, 1]))
+            if preprocessor.encoding == RAW:
+                parts.append(scale.name)
+                continue
             gap = self._node("IsNaN", [scale.name])
             if scale.sd:
                 centred = self._node("Sub", [scale.name, self._constant(scale.mean)])
                 scaled = self._node("Div", [centred, self._constant(scale.sd)])
+                if scale.limit:
+                    far = self._node("Greater", [self._node("Abs", [scaled]), self._constant(scale.limit)])
+                    scaled = self._node("Where", [far, self._constant(0.0), scaled])
                 parts.append(self._node("Where", [gap, self._constant(0.0), scaled]))
             if scale.missing:
                 parts.append(self._node("Cast", [gap], to=TensorProto.DOUBLE))
         for choice in preprocessor.choices:
             self.inputs.append(helper.make_tensor_value_info(choice.name, TensorProto.STRING, [ROWS, 1]))
+            if preprocessor.as_codes(choice):
+                parts.append(self._codes(choice))
+                continue
             levels = [*choice.levels, *([""] if choice.missing else [])]
             flat = self._node("Reshape", [choice.name, self._constant(np.array([-1], dtype=np.int64))])
             spread = self._node("OneHotEncoder", [flat], domain="ai.onnx.ml", cats_strings=levels, zeros=1)
             parts.append(self._node("Cast", [spread], to=TensorProto.DOUBLE))
+            if choice.other:
+                parts.append(self._other(flat, choice, parts[-1]))
         return self._node("Concat", parts, axis=1)
+
+    def _other(self, flat: str, choice: OneHot, spread: str) -> str:
+        """Add the feature of levels that are not listed: 1 where no other feature of the column is, and text is."""
+        from onnx import TensorProto
+
+        width = self._constant(np.ones((choice.width - 1, 1)))
+        listed = self._node("MatMul", [spread, width])
+        gap = self._node("OneHotEncoder", [flat], domain="ai.onnx.ml", cats_strings=[""], zeros=1)
+        gap = self._node("Cast", [gap], to=TensorProto.DOUBLE)
+        rest = self._node("Sub", [self._constant(np.ones((1, 1))), self._node("Max", [listed, gap])])
+        return rest
+
+    def _codes(self, choice: OneHot) -> str:
+        """Add the code of a text: its place among the levels, NaN if it is missing or unknown."""
+        from onnx import TensorProto
+
+        keys = {
+            "keys_strings": list(choice.levels),
+            "values_floats": [float(k) for k in range(len(choice.levels))],
+        }
+        found = self._node(
+            "LabelEncoder", [choice.name], domain="ai.onnx.ml", default_float=float("nan"), **keys
+        )
+        return self._node("Cast", [found], to=TensorProto.DOUBLE)
 
     def _predictions(self, features: str) -> str:
         module = self.one.module()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._core import files
+from coterie.data.preprocess import RAW
 
 if TYPE_CHECKING:
     from coterie.train.exported_model import ExportedModel
@@ -26,19 +27,27 @@ class FromColumns(nn.Module):
         assert one.preprocessor is not None
         preprocessor = one.preprocessor
         self.predict = predict
-        self.number_columns = [scale.name for scale in preprocessor.scales]
-        self.means = [scale.mean for scale in preprocessor.scales]
-        self.sds = [scale.sd for scale in preprocessor.scales]
-        self.number_gaps = [scale.missing for scale in preprocessor.scales]
-        self.text_columns = [choice.name for choice in preprocessor.choices]
-        self.widths = [len(choice.levels) + choice.missing for choice in preprocessor.choices]
-        self.levels = [
+        # TorchScript takes the type of an empty list from its annotation, and of nothing else.
+        attribute: Any = torch.jit.Attribute
+        self.raw = preprocessor.encoding == RAW
+        codes = [preprocessor.as_codes(choice) for choice in preprocessor.choices]
+        self.as_codes = attribute(codes, list[bool])
+        self.number_columns = attribute([scale.name for scale in preprocessor.scales], list[str])
+        self.means = attribute([scale.mean for scale in preprocessor.scales], list[float])
+        self.sds = attribute([scale.sd for scale in preprocessor.scales], list[float])
+        self.number_gaps = attribute([scale.missing for scale in preprocessor.scales], list[bool])
+        self.text_columns = attribute([choice.name for choice in preprocessor.choices], list[str])
+        self.widths = attribute([choice.width for choice in preprocessor.choices], list[int])
+        self.limits = attribute([scale.limit for scale in preprocessor.scales], list[float])
+        self.others = attribute([c.width - 1 if c.other else -1 for c in preprocessor.choices], list[int])
+        levels = [
             {
                 **{level: k for k, level in enumerate(choice.levels)},
                 "": len(choice.levels) if choice.missing else -1,
             }
             for choice in preprocessor.choices
         ]
+        self.levels = attribute(levels, list[dict[str, int]])
         regression = one.task == "regression"
         self.target_mean = preprocessor.target_mean if regression else 0.0
         self.target_sd = preprocessor.target_sd if regression else 1.0
@@ -48,18 +57,30 @@ class FromColumns(nn.Module):
         parts: list[Tensor] = []
         for k, name in enumerate(self.number_columns):
             values = numbers[name].to(torch.float64).reshape(-1, 1)
+            if self.raw:
+                parts.append(values)
+                continue
             gap = torch.isnan(values)
             if self.sds[k] != 0.0:
-                parts.append(
-                    torch.where(gap, torch.zeros_like(values), (values - self.means[k]) / self.sds[k])
-                )
+                scaled = (values - self.means[k]) / self.sds[k]
+                if self.limits[k] > 0.0:
+                    scaled = torch.where(scaled.abs() > self.limits[k], torch.zeros_like(values), scaled)
+                parts.append(torch.where(gap, torch.zeros_like(values), scaled))
             if self.number_gaps[k]:
                 parts.append(gap.to(torch.float64))
         for k, name in enumerate(self.text_columns):
             column = texts[name]
+            if self.as_codes[k]:
+                codes = torch.full((len(column), 1), float("nan"), dtype=torch.float64)
+                for row, text in enumerate(column):
+                    known = self.levels[k].get(text, -1)
+                    if text != "" and known >= 0:
+                        codes[row, 0] = float(known)
+                parts.append(codes)
+                continue
             spread = torch.zeros(len(column), self.widths[k], dtype=torch.float64)
             for row, text in enumerate(column):
-                at = self.levels[k].get(text, -1)
+                at = self.levels[k].get(text, self.others[k])
                 if at >= 0:
                     spread[row, at] = 1.0
             parts.append(spread)

@@ -16,6 +16,7 @@ from coterie.data.preprocess import Preprocessor
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, description, from_description
 from coterie.models.predictor import LinearPredictor
+from coterie.models.table_models import as_model
 from coterie.train.folder import RunFolder
 from coterie.train.predict import fitted_to
 
@@ -70,7 +71,7 @@ class ExportedModel:
             note = files.read_json(path / "model.json")
             tensors, _ = files.read_tensors(path / "models.safetensors", note["sha256"])
             clients, stored, custom = note["clients"], note["preprocessor"], note["model"]["model"] == CUSTOM
-            preprocessor = None if stored is None else Preprocessor.from_json(stored)
+            preprocessor = None if stored is None else Preprocessor.from_json(stored).for_client(client)
             model = from_description(note["model"]) if model is None and not custom else model
         if client is not None and client not in clients:
             raise SettingError(f"{folder}: no client {client!r}.{nearest(client, clients)}")
@@ -79,15 +80,20 @@ class ExportedModel:
                 f"{folder} trained a module of your own: export it from Python with model=network(factory)"
             )
         weights = tensors["common"] if client is None else tensors["personal"][clients.index(client)]
+        model = as_model(model) if preprocessor is None else fitted_to(as_model(model), preprocessor)
+        return cls.of(model, weights, client, preprocessor)
+
+    @classmethod
+    def of(
+        cls, model: Model, weights: Tensor, client: str | None, preprocessor: Preprocessor | None
+    ) -> ExportedModel:
+        """Return a model that is at hand, fitted to its shapes; client None means the common model."""
         shape = getattr(model, "features", None)
         if preprocessor is not None:
-            model, shape = fitted_to(model, preprocessor), len(preprocessor.feature_names)
+            shape = len(preprocessor.feature_names)
         if shape is None:
-            raise RunError(
-                f"{folder} does not say how many features its model takes; give model=... fitted to them"
-            )
-        width = int(np.prod(shape))
-        return cls(client or "common", model, weights, preprocessor, width)
+            raise RunError("the model does not say how many features it takes; give model=... fitted to them")
+        return cls(client or "common", model, weights, preprocessor, int(np.prod(shape)))
 
     @property
     def task(self) -> str:

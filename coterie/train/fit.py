@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,23 +15,28 @@ import torch
 from torch import Tensor
 
 from coterie._core import broadcast
-from coterie._core.errors import NobodyAnswered, RunError, SettingError
+from coterie._core.errors import Diverged, NobodyAnswered, RunError, SettingError
 from coterie._core.threads import helped
 from coterie.algorithms import Algorithm, make
+from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.privacy import Privacy
+from coterie.engine.resplit import merged
 from coterie.models.metrics import LOSS, Metric, find, resolve
-from coterie.train import checkpoint
+from coterie.train import checkpoint, private
 from coterie.train.checkpoint import Best, Clock, Progress
 from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
+from coterie.train.divergence import require_convergence
 from coterie.train.folder import RunFolder
 from coterie.train.history import History, mean_over_clients
-from coterie.train.run import Run, metric_plan
+from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
 from coterie.train.track import Tracker, tracker
 
 FAST_FORWARD_ROUNDS = 1000  # rounds computed at once at most
 
 Watch = Callable[[int, int], None]
+log = logging.getLogger(__name__)
 
 
 def fit(
@@ -47,6 +54,10 @@ def fit(
     state_memory: float | None = None,
     metric: str | Metric | None = None,
     metrics: Sequence[str | Metric] = (),
+    refit: str = "none",
+    target: float | None = None,
+    aggregate: str | Aggregate | None = None,
+    privacy: Privacy | None = None,
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -72,18 +83,34 @@ def fit(
     watch
         Called with the round and the number of rounds after each round.
     track
-        'tensorboard', 'mlflow' or a tracker of your own.
+        'tensorboard', 'mlflow', 'wandb' or a tracker of your own.
     metric
         What `select="best"` goes by instead of the loss, and what reports show.
     metrics
         Further metrics to record.
+    refit
+        'validation' trains the deployed models again, for as many rounds, on training and validation rows together,
+        'all' on test rows too. Scores stay those of the models before.
+    target
+        Stop as soon as the algorithm proves that the training objective is at most this far above its minimum;
+        `rounds` is the most it may take.
     state_memory
         Megabytes of clients' state that stay in memory, the rest going to a temporary file; None keeps all of it.
+    aggregate
+        How answers of clients are averaged, such as 'median', 'trimmed:0.1' or 'clip,cap'; None takes the plain mean,
+        and on nodes 'screen,cap'.
+    privacy
+        What the run may cost of the clients' privacy; None adds no noise.
 
     Returns
     -------
     Run
         Personal models, metrics and ledger.
+
+    Raises
+    ------
+    Diverged
+        The last models of most clients are far worse than the untrained one. No folder is left behind.
 
     Examples
     --------
@@ -98,6 +125,8 @@ def fit(
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
         raise SettingError(f"select is {select!r}; it is 'last' or 'best'")
+    if privacy is not None and refit != "none":
+        raise SettingError("refitting would read the rows again without noise; leave refit out with privacy")
     chosen = None if metric is None else resolve(metric, fed.model.task).name
     further = [resolve(one, fed.model.task) for one in metrics]
     plan = {
@@ -107,6 +136,10 @@ def fit(
         "score_test": score_test,
         "checkpoint_every": checkpoint_every or 0,
         **metric_plan(chosen, further),
+        **refit_plan(fed, refit),
+        **target_plan(fed, algorithm, target, rounds),
+        **({} if aggregate is None else {"aggregate": str(_rule(aggregate))}),
+        **private.as_plan(privacy),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -115,17 +148,37 @@ def fit(
     _limit_state(fed, state_memory)
     started = time.perf_counter()
     with _threads(fed, algorithm):
+        secret = private.new_secret()
+        _protect(fed, algorithm, plan, secret)
         progress = _begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        if follower is None:
-            return _train(fed, algorithm, progress, plan, folder, watch, started)
-        follower.begin(fed, algorithm, plan)
-        follower.scored(fed, 0, progress.history)
-        run = _train(
-            fed, algorithm, progress, plan, folder, _followed(follower, fed, progress, watch), started
-        )
+        if folder is not None and "epsilon" in plan:
+            private.keep_secret(folder.path, secret)
+        if follower is not None:
+            follower.begin(fed, algorithm, plan)
+            follower.scored(fed, 0, progress.history)
+            watch = _followed(follower, fed, progress, watch)
+        try:
+            run = _train(fed, algorithm, progress, plan, folder, watch, started)
+        except Diverged:
+            if folder is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+    _complete(run, plan, folder)
+    if follower is not None:
         follower.end(run)
-        return run
+    return run
+
+
+def _rule(given: str | Aggregate) -> Aggregate:
+    return Aggregate.parse(given) if isinstance(given, str) else given
+
+
+def _protect(fed: Federation, algorithm: Algorithm, plan: dict[str, Any], secret: bytes) -> None:
+    """Let a federation average and add noise as the plan says."""
+    if "aggregate" in plan:
+        fed.aggregate = _rule(plan["aggregate"])
+    private.set_up(fed, algorithm, plan, secret)
 
 
 def _further(plan: dict[str, Any]) -> list[Metric]:
@@ -215,15 +268,18 @@ def resume(
     started = time.perf_counter()
     with _threads(fed, algorithm):
         folder.check_same(fed, anyway)
+        secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
+        _protect(fed, algorithm, plan, secret)
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
         progress = progress or _begin(fed, algorithm, plan)
-        if folder.finished():
-            run = _train(fed, algorithm, progress, plan, None, watch, started)
-            run.folder = folder.path
-            return run
-        folder.sweep()
-        return _train(fed, algorithm, progress, plan, folder, watch, started)
+        finished = folder.finished()
+        if not finished:
+            folder.sweep()
+        run = _train(fed, algorithm, progress, plan, None if finished else folder, watch, started)
+    _complete(run, plan, None if finished else folder)
+    run.folder = folder.path
+    return run
 
 
 class Contestant:
@@ -247,7 +303,7 @@ class Contestant:
         evaluate_every: int,
         metric: Metric | None = None,
     ) -> None:
-        self.algorithm, self.started = algorithm, time.perf_counter()
+        self.algorithm, self.seconds = algorithm, 0.0
         self.plan = {
             "rounds": rounds,
             "evaluate_every": evaluate_every,
@@ -257,12 +313,12 @@ class Contestant:
             **metric_plan(None if metric is None else metric.name, ()),
         }
         self.fed = fed.fresh()
-        with _threads(self.fed, algorithm):
+        with self._working():
             self.progress = _begin(self.fed, algorithm, self.plan)
 
     def advance(self, until: int, watch: Watch | None = None) -> None:
         """Train until a round; the last round of all is scored like those before it."""
-        with _threads(self.fed, self.algorithm):
+        with self._working():
             _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
             if self.progress.round == self.plan["rounds"]:
                 _score_end(self.fed, self.algorithm, self.progress, self.plan)
@@ -290,13 +346,22 @@ class Contestant:
 
     def megabytes(self) -> float:
         """Return what was sent up and down so far, evaluation not counted."""
-        counts = [counts for entry, counts in self.fed.ledger.entries.items() if entry.kind != "evaluate"]
-        return sum(count[2] + count[5] for count in counts) / 1e6
+        return sum(self.fed.ledger.megabytes_until(self.progress.round))
 
     def finish(self) -> Run:
         """Deploy the best round and return the run."""
+        with self._working():
+            run = _finish(self.fed, self.algorithm, self.progress, self.plan, time.perf_counter())
+        run.seconds = self.seconds
+        return run
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Choose threads, and count the time of the block: a contestant waits while others train."""
+        started = time.perf_counter()
         with _threads(self.fed, self.algorithm):
-            return _finish(self.fed, self.algorithm, self.progress, self.plan, None, self.started)
+            yield
+        self.seconds += time.perf_counter() - started
 
 
 @contextmanager
@@ -315,6 +380,7 @@ def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
 
 def _begin(fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> Progress:
     """Return the progress before the first round; an algorithm that cannot run on this federation raises here."""
+    log.info("%s: %d rounds, %d clients, d = %d", algorithm.name, plan["rounds"], fed.n, fed.d)
     fed.enter_round(0, None)
     progress = Progress(0, algorithm.start(fed), History(), Best())
     _score(fed, algorithm, progress, plan)
@@ -331,7 +397,7 @@ def _train(
     started: float,
 ) -> Run:
     _advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
-    return _finish(fed, algorithm, progress, plan, folder, started)
+    return _finish(fed, algorithm, progress, plan, started)
 
 
 def _advance(
@@ -343,8 +409,8 @@ def _advance(
     folder: RunFolder | None = None,
     watch: Watch | None = None,
 ) -> None:
-    """Run the rounds up to `until`."""
-    rounds, every = plan["rounds"], plan["evaluate_every"]
+    """Run the rounds up to `until`, or until the target is proved."""
+    every = plan["evaluate_every"]
     clock, stride = Clock(plan["checkpoint_every"]), rounds_ahead(fed)
     while progress.round < until:
         before = progress.round
@@ -355,17 +421,27 @@ def _advance(
             last = min(last, before + stride)
             deferred_finite_check(fed, progress, functools.partial(_move_to, fed, algorithm, progress, last))
         t = progress.round
+        if "target" in plan and algorithm.certificate(progress.state) <= plan["target"]:
+            plan["rounds"] = until = t  # proved: nothing is left to do
+        rounds = _expected(algorithm, progress, plan)
         if watch is not None:
             for unseen in range(before + 1, t):
                 watch(unseen, rounds)
-        if t < rounds and every and t % every == 0:
+        if t < plan["rounds"] and every and t % every == 0:
             _score(fed, algorithm, progress, plan)
         if watch is not None:
             watch(t, rounds)
         measured = t == 1 and bool(fed.model.measured())
-        if folder is not None and (measured or clock.due(t) if t < rounds else not folder.can_write_tables()):
+        ends = "epsilon" in plan or (folder is not None and not folder.can_write_tables())
+        if folder is not None and (measured or clock.due(t) if t < plan["rounds"] else ends):
             with clock.saving():
                 checkpoint.save(folder.checkpoints, fed, progress)
+
+
+def _expected(algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> int:
+    """Return the number of rounds that is expected now: with a target it falls as rounds come in."""
+    left = algorithm.rounds_left(progress.state, plan["target"]) if "target" in plan else None
+    return int(plan["rounds"] if left is None else min(plan["rounds"], progress.round + left))
 
 
 def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
@@ -399,17 +475,21 @@ def _finish(
     algorithm: Algorithm,
     progress: Progress,
     plan: dict[str, Any],
-    folder: RunFolder | None,
     started: float,
 ) -> Run:
-    """Score the deployed models and return the run, saved to its folder if it has one."""
+    """Score the deployed models and return the run."""
     t = progress.round
     _score_end(fed, algorithm, progress, plan)
     chosen = progress.best.personal if plan["select"] == "best" else None
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
     personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    progress.history.add(deployed_round, "train", fed.score(personal, "train", _further(plan)))
+    if "epsilon" not in plan:  # else the losses of training rows would leave without noise
+        trained = fed.score(personal, "train", _further(plan))
+        progress.history.add(deployed_round, "train", trained)
+        if plan["select"] == "last":
+            for name in require_convergence(fed, algorithm, trained["loss"], plan["rounds"]):
+                log.warning("%s diverged for client %r: its model is useless", algorithm.name, name)
     run = Run(
         fed=fed,
         algorithm=algorithm,
@@ -425,10 +505,85 @@ def _finish(
     )
     if plan["score_test"] and fed.has_rows("test"):
         run.score_test()
+    return run
+
+
+def target_plan(fed: Federation, algorithm: Algorithm, target: float | None, rounds: int) -> dict[str, float]:
+    """Return what the plan of a run says of its target; nothing if there is none."""
+    if target is None:
+        return {}
+    if not target > 0:
+        raise SettingError(f"the target is {target}; it must be positive")
+    algorithm.require_certificate(fed)
+    return {"target": float(target), "most_rounds": rounds}
+
+
+def refit_plan(fed: Federation, which: str) -> dict[str, str]:
+    """Return what the plan of a run says of refitting; nothing if there are no more rows to train on."""
+    if which not in REFIT:
+        raise SettingError(f"refit is {which!r}; it is {', '.join(map(repr, REFIT))}")
+    if not any(fed.has_rows(split) for split in REFIT[which] if split != "train"):
+        return {}
+    if not fed.runtime.capabilities.rows_visible:
+        raise SettingError("models of clients on other machines cannot be refitted yet; leave refit out")
+    return {"refit": which}
+
+
+def refit(run: Run, which: str, target: float | None = None, rounds: int | None = None) -> Run:
+    """Train the deployed models of a run again, for as many rounds, on more of the rows; scores stay as they are.
+
+    Parameters
+    ----------
+    run
+        The run, which is changed.
+    which
+        'validation' for training and validation rows, 'all' for all rows, 'none'.
+    target
+        As in `fit`.
+    rounds
+        The most rounds it may take, by default as many as the run.
+
+    Returns
+    -------
+    Run
+        The same run.
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> refit(fit(fed, "fedavg", rounds=2), "validation").trained_on
+    ('train', 'validation')
+    """
+    if not refit_plan(run.fed, which):
+        return run
+    again = fit(
+        merged(run.fed, REFIT[which]),
+        run.algorithm,
+        run.deployed_round if rounds is None else rounds,
+        evaluate_every=0,
+        score_test=False,
+        target=target,
+    )
+    run.scored, run.personal, run.state, run.refit = run.personal, again.personal, again.state, which
+    run.seconds += again.seconds
+    for entry, counts in again.fed.ledger.entries.items():
+        if entry.kind != "evaluate":
+            run.fed.ledger.entries[entry._replace(kind="refit")] = counts
+    return run
+
+
+def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:
+    """Refit a run if its plan says so, and save it if it has a folder."""
+    proof = {"target": plan["target"], "rounds": plan["most_rounds"]} if "target" in plan else {}
+    refit(run, plan.get("refit", "none"), **proof)
     if folder is not None:
         save_run(folder, run)
         run.folder = folder.path
-    return run
+        private.forget_secret(folder.path)
+    if run.left_out or run.lost_rounds:
+        log.warning("%d answers left out, %d rounds lost", len(run.left_out), run.lost_rounds)
+    log.info("%s: round %d deployed, %.1f s", run.algorithm.name, run.deployed_round, run.seconds)
 
 
 def _score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
@@ -449,12 +604,13 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
         return
     progress.history.add(t, "server", algorithm.observe(fed, progress.state))
     if not validated:
-        if not ends:
+        if not ends and "epsilon" not in plan:
             progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
         return
     values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))
     progress.history.add(t, "validation", values)
     judge = find(plan.get("metric", LOSS.name))
     loss = judge.cost(mean_over_clients(values[judge.name]))
+    log.debug("round %d: validation %s %.6g", t, judge.name, mean_over_clients(values[judge.name]))
     if plan["select"] == "best" and loss < progress.best.loss:
         progress.best = Best(t, loss, fed.personal(algorithm, progress.state), progress.state)

@@ -19,6 +19,7 @@ from coterie._core import files
 from coterie._core.errors import RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
+from coterie.models.base import Model
 from coterie.models.description import CUSTOM, description, from_description
 
 RESULT = "result.json"
@@ -77,7 +78,7 @@ class RunFolder:
         if fed.texts is not None:
             config["texts"] = {**fed.texts, "model": json.dumps(description(fed.model))}
         files.write_json(path / "environment.json", environment(fed))
-        files.write_toml(path / "config.toml", config)
+        files.seal(path, "config.toml", files.as_toml(config))
         return folder
 
     @classmethod
@@ -149,8 +150,16 @@ class RunFolder:
         """Return True if the run is complete."""
         return (self.path / RESULT).exists()
 
-    def federation(self) -> Federation:
-        """Return the federation of the run, read again from its table or texts."""
+    def federation(self, device: str | None = None, model: Model | None = None) -> Federation:
+        """Return the federation of the run, read again from its table or texts.
+
+        Parameters
+        ----------
+        device
+            Where to compute; by default where the run did.
+        model
+            The model, where it was a module of your own.
+        """
         settings = self.config["federation"]
         drawn = {"seed": settings["seed"], "dropout": settings["dropout"]}
         if "texts" in self.config:
@@ -166,18 +175,32 @@ class RunFolder:
             raise RunError(
                 f"{self.path} is a run across a network. Go on with: coterie federate run DIR --resume {self.path.name}"
             )
-        model = json.loads(data["model"])
-        if model["model"] == CUSTOM:
+        described = json.loads(data["model"])
+        if model is None and described["model"] == CUSTOM:
             raise RunError(
                 f"{self.path} trains a module of your own: go on from Python with coterie.resume(path, fed)"
             )
+        if not data["source"]:
+            raise RunError(
+                f"{self.path} was made from a data frame, which is not here; make the federation again from it"
+            )
         options = {name: value for name, value in data.items() if name != "model"}
-        return Federation.from_table(**options, model=from_description(model), **drawn)
+        place = files.read_json(self.path / "environment.json")["device"] if device is None else device
+        return Federation.from_table(
+            **options,
+            model=from_description(described) if model is None else model,
+            device=place,
+            **drawn,
+        )
+
+    def check_rows(self, fed: Federation) -> None:
+        """Raise `RunError` if these are not the rows that the run was trained on."""
+        if self.config["federation"]["rows_sha256"] != fingerprint(fed):
+            raise RunError(f"the data of {self.path} have changed since the run began; start a new run")
 
     def check_same(self, fed: Federation, anyway: bool) -> None:
         """Raise `RunError` if the data have changed or, unless `anyway`, the environment has."""
-        if self.config["federation"]["rows_sha256"] != fingerprint(fed):
-            raise RunError(f"the data of {self.path} have changed since the run began; start a new run")
+        self.check_rows(fed)
         recorded, now = files.read_json(self.path / "environment.json"), environment(fed)
         differing = {k: (recorded.get(k), now[k]) for k in EXACT if recorded.get(k) != now[k]}
         if differing and not anyway:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from coterie._core import files
 from coterie._core.errors import DataError, RunError, nearest
-from coterie.data import tables
+from coterie.data import bundled, tables
 from coterie.data.column_types import labels
 from coterie.data.preprocess import Preprocessor
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, from_description
+from coterie.models.table_models import as_model
 from coterie.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ class Predictor:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     run = coterie.fit(fed, "ditto", rounds=2, out=f"{folder}/run")
     ...     predictor = Predictor.load(f"{folder}/run")
-    >>> predictor(coterie.data.bundled.path("heart_disease")).columns[:2]
-    ['hospital', 'prediction']
+    >>> predictor(coterie.data.bundled.path("heart_disease")).columns[:3]
+    ['row', 'hospital', 'prediction']
     """
 
     model: Model
@@ -106,7 +108,7 @@ class Predictor:
             custom = note["model"]["model"] == CUSTOM
             known = from_description(note["model"]) if model is None and not custom else None
         if model is not None:
-            known = fitted_to(model, preprocessor)
+            known = fitted_to(as_model(model), preprocessor)
         if known is None:
             raise RunError(
                 f"{folder} holds a module of your own: load it with Predictor.load(folder, model=...)"
@@ -124,11 +126,12 @@ class Predictor:
         Returns
         -------
         DataFrame
-            The client column, `prediction`, the probability of each class where there are classes, and `warning`.
+            `row` (from 1, in the order of the table), columns that identify rows, the client column, `prediction`, the
+            probability of each class where there are classes, and `warning`.
         """
         import polars
 
-        frame = tables.read(table)
+        frame = tables.read(bundled.resolve(table))
         if self.client_column not in frame.columns and len(self.clients) == 1:
             frame = frame.with_columns(polars.lit(self.clients[0]).alias(self.client_column))
         if self.client_column not in frame.columns:
@@ -139,9 +142,14 @@ class Predictor:
         rows = torch.tensor([place.get(name, len(place)) for name in names])
         encoded = self.preprocessor.encode(frame, _name(table))
         scores = self._scores(rows, self.model.prepare(encoded.to(self.personal.dtype)))
-        outputs = self._outputs(scores)
-        own = "client" if self.client_column in (*outputs, "warning") else self.client_column
-        columns = {own: frame[self.client_column], **outputs}
+        outputs = self._outputs(scores, names)
+        taken = {*outputs, "warning", "row"}
+        own = "client" if self.client_column in taken else self.client_column
+        left_out = self.preprocessor.spec.left_out
+        keys = [name for name, kind in left_out.items() if kind == "identifier" and name in frame.columns]
+        columns: dict[str, Any] = {"row": range(1, frame.height + 1)}
+        columns |= {name: _plain(frame[name]) for name in keys if name not in {*taken, own}}
+        columns |= {own: _plain(frame[self.client_column]), **outputs}
         warning = [None if row < len(place) else UNKNOWN for row in rows.tolist()]
         return polars.DataFrame(columns).with_columns(polars.Series("warning", warning, dtype=polars.String))
 
@@ -157,15 +165,19 @@ class Predictor:
         assert scores is not None
         return scores
 
-    def _outputs(self, scores: Tensor) -> dict[str, Any]:
+    def _outputs(self, scores: Tensor, clients: Sequence[str | None]) -> dict[str, Any]:
+        """Return predictions and probabilities, each in the units and classes of its client."""
+        decode = self.preprocessor.decode
         if self.model.task == "regression":
-            return {"prediction": self.preprocessor.decode(scores.squeeze(-1))}
+            return {"prediction": decode(scores.squeeze(-1), clients)}
         if self.model.task == "binary":
             one = torch.sigmoid(scores.squeeze(-1))
             probabilities = torch.stack([1 - one, one], -1)
         else:
             probabilities = torch.softmax(scores, -1)
-        columns: dict[str, Any] = {"prediction": self.preprocessor.decode(probabilities.argmax(-1))}
+        columns: dict[str, Any] = {"prediction": decode(probabilities.argmax(-1), clients)}
+        turned = torch.tensor([self.preprocessor.reverses(name) for name in clients], dtype=torch.bool)
+        probabilities[turned] = probabilities[turned].flip(-1)
         for k, name in enumerate(self.preprocessor.spec.classes):
             columns[f"probability_{name}"] = probabilities[:, k].numpy()
         return columns
@@ -176,6 +188,11 @@ def fitted_to(model: Model, preprocessor: Preprocessor) -> Model:
     classes = len(preprocessor.spec.classes)
     x = torch.zeros(max(2, classes), len(preprocessor.feature_names))
     return model.fit_to(x, torch.arange(classes) if classes else torch.zeros(len(x)))
+
+
+def _plain(column: polars.Series) -> polars.Series:
+    """Return a column that every format of predictions can hold: dates and durations as text."""
+    return labels(column) if column.dtype.is_temporal() else column
 
 
 def _name(table: Any) -> str:

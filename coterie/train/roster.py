@@ -72,6 +72,9 @@ def _targets(fed: Federation) -> dict[str, Any] | None:
         names = list(fed.table.preprocessor.spec.classes)
     cell = owner * len(names) + rows.y.long()
     counts = torch.bincount(cell, minlength=fed.n * len(names)).view(fed.n, -1).double()
+    for k, client in enumerate(fed.names):
+        if fed.table is not None and fed.table.preprocessor.reverses(client):
+            counts[k] = counts[k].flip(0)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
     return {"classes": names, "shares": [[round(v, 4) for v in row] for row in shares.tolist()]}
 

@@ -5,22 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from coterie._core import broadcast
+import coterie
+from coterie._core import broadcast, html
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models import fast
-from coterie.models.metrics import Metric, resolve
+from coterie.models.metrics import Metric, main_metric, resolve
+from coterie.train.conformal import Conformal
+from coterie.train.effects import client_table, difference_tests, variance_table
+from coterie.train.export import write_model
+from coterie.train.exported_model import ExportedModel
+from coterie.train.folder import RunFolder
 from coterie.train.history import History
 from coterie.train.predict import Predictor
+from coterie.train.save import save_run
 
 if TYPE_CHECKING:
+    import pandas
     import polars
+
+SPLITS = ("test", "validation", "train")
+
+
+REFIT = {"none": ("train",), "validation": ("train", "validation"), "all": ("train", "validation", "test")}
 
 
 def metric_plan(metric: str | None, further: Sequence[Metric]) -> dict[str, Any]:
@@ -58,6 +72,12 @@ class Run:
         The metric that reports show, if not the main one of the task.
     further : tuple of Metric
         Metrics recorded beside the loss and the main one.
+    refit : str
+        'validation' or 'all' if the deployed models were trained again on those rows too, else 'none'.
+    scored : Tensor or None
+        The models before they were refitted, which all scores are about; None if they were not.
+    test_rows : dict of Tensor
+        Value of every test row [rows], client after client, in metrics that are means over rows.
 
     Examples
     --------
@@ -82,6 +102,14 @@ class Run:
     folder: Path | None = field(default=None)
     metric: str | None = None
     further: tuple[Metric, ...] = ()
+    refit: str = "none"
+    scored: Tensor | None = field(default=None, repr=False)
+    test_rows: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """Splits whose rows the deployed models have seen."""
+        return REFIT[self.refit]
 
     @property
     def metrics(self) -> polars.DataFrame:
@@ -166,21 +194,19 @@ class Run:
             raise SettingError(f"no split {split!r}; it is 'train', 'validation' or 'test'")
         if not self.fed.has_rows(split):
             raise SettingError(f"no client of this run has {split} rows")
-        return broadcast.to(self.personal, self.fed.device)
+        return broadcast.to(self.personal if self.scored is None else self.scored, self.fed.device)
 
     def score_test(self) -> dict[str, Tensor]:
         """Score the deployed models on the test rows, add that to the metrics, and return it."""
-        scores = self.fed.score(broadcast.to(self.personal, self.fed.device), "test", self.further)
+        models = self._models_of("test")
+        scores = self.fed.score(models, "test", self.further)
         self.history.add(self.deployed_round, "test", scores)
+        self.test_rows = self.fed.row_values(models, "test", self.further)
         return {name: value.cpu() for name, value in scores.items()}
 
     def traffic(self) -> tuple[float, float]:
-        """Return megabytes up and down until the deployed round, evaluation not counted."""
-        up, down = 0, 0
-        for entry, counts in self.fed.ledger.entries.items():
-            if entry.kind != "evaluate" and entry.round <= self.deployed_round:
-                down, up = down + counts[2], up + counts[5]
-        return up / 1e6, down / 1e6
+        """Return megabytes up and down until the deployed round, without evaluation and refitting."""
+        return self.fed.ledger.megabytes_until(self.deployed_round)
 
     def common(self) -> Tensor:
         """Return the model for a client that was not in training: the shared one, else the mean of all."""
@@ -204,19 +230,225 @@ class Run:
         SettingError
             There is no such client, or the models are on the nodes of the clients.
         """
+        self._require_client(client)
+        return self.fed.model.module(self.personal[self.fed.names.index(client)])
+
+    def _require_client(self, client: str) -> None:
         if client not in self.fed.names:
             raise SettingError(f"no client {client!r}.{nearest(client, self.fed.names)}")
         self._require_models()
-        return self.fed.model.module(self.personal[self.fed.names.index(client)])
 
     def _require_models(self) -> None:
-        if self.fed.runtime.capabilities.models_stay:
+        if self.fed.models_stay:
             raise SettingError("the models of this run are on the nodes of its clients, not here")
+
+    def effects(self, level: float = 0.9) -> polars.DataFrame:
+        """Return every client's coefficients with intervals and shrinkage (`hierarchical` only).
+
+        Parameters
+        ----------
+        level
+            Coverage of the intervals.
+
+        Returns
+        -------
+        polars.DataFrame
+            Columns client, coefficient, estimate, lower, upper, centre, shrinkage.
+
+        Examples
+        --------
+        >>> import coterie
+        >>> fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+        >>> method = coterie.algorithms.Hierarchical(grouping="one", effects="intercept")
+        >>> run = coterie.fit(fed, method, rounds=12)
+        >>> run.effects().columns
+        ['client', 'coefficient', 'estimate', 'lower', 'upper', 'centre', 'shrinkage']
+        """
+        return client_table(self, level)
+
+    def variances(self, level: float = 0.9) -> polars.DataFrame:
+        """Return the variances with intervals (`hierarchical` only): variance, estimate, lower, upper."""
+        return variance_table(self, level)
+
+    def tests(self) -> dict[str, float]:
+        """Return p-values of "clients differ" and "clusters differ" by likelihood ratio (`hierarchical` only)."""
+        return difference_tests(self)
+
+    def conformal(self, level: float = 0.9, split: str = "validation") -> Conformal:
+        """Return predictions with intervals, or sets of classes, that are right with this probability.
+
+        Parameters
+        ----------
+        level
+            Coverage.
+        split
+            Rows to calibrate on, 'validation' or 'test'.
+
+        Returns
+        -------
+        Conformal
+            Call its `predict` with a table, or `rows` with encoded features.
+        """
+        return Conformal.of(self, level, split)
 
     def predict(self, table: Any) -> polars.DataFrame:
         """Predict the rows of a table, each with its client's model; see `Predictor`."""
         return Predictor.of(self)(table)
 
+    def save(self, folder: str | Path) -> Path:
+        """Write the run into a folder, from which `coterie.load` returns it.
+
+        Parameters
+        ----------
+        folder
+            Folder to create.
+
+        Returns
+        -------
+        Path
+            The folder.
+        """
+        plan = {"rounds": self.rounds, "evaluate_every": max(1, self.rounds // 20), "select": "last"}
+        if self.deployed_round != self.rounds:
+            plan["select"] = "best"
+        plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(self.metric, self.further)}
+        made = RunFolder.create(Path(folder), self.fed, self.algorithm, plan)
+        save_run(made, self)
+        return made.path
+
+    def export(self, to: str, client: str | None = None, out: str | Path | None = None) -> Path:
+        """Write a client's model, with its preprocessing, in a format that needs no Coterie.
+
+        Parameters
+        ----------
+        to
+            'safetensors', 'onnx', 'torchscript' or 'csv' (coefficients of linear models).
+        client
+            Name of the client; None exports the common model.
+        out
+            File to write; by default in the folder `exports` of the run folder, or of the current one.
+
+        Returns
+        -------
+        Path
+            The file.
+
+        Examples
+        --------
+        >>> import tempfile, coterie
+        >>> fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+        >>> run = coterie.fit(fed, "ditto", rounds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run.export("csv", "va", f"{folder}/va.csv").name
+        'va.csv'
+        """
+        if client is None:
+            weights = self.common()
+        else:
+            self._require_client(client)
+            weights = self.personal[self.fed.names.index(client)]
+        preprocessor = None if self.fed.table is None else self.fed.table.preprocessor
+        one = ExportedModel.of(self.fed.model, weights, client, preprocessor)
+        return write_model(one, to, out, self.folder or Path())
+
+    def report(self, out: str | Path | None = None, **options: Any) -> Path:
+        """Write the report of this run: one page that needs no network.
+
+        Parameters
+        ----------
+        out
+            File to write; `report.html` in the run folder, or in the current folder, if not given.
+        **options
+            Those of `coterie.report.write_report`: `by`, `threshold` and `pdf`.
+
+        Returns
+        -------
+        Path
+            The page.
+
+        Examples
+        --------
+        >>> import tempfile, coterie
+        >>> fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+        >>> run = coterie.fit(fed, "ditto", rounds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run.report(f"{folder}/page.html", by=["sex"]).stat().st_size > 1_000_000
+        True
+        """
+        write: Any = coterie.report.write_report
+        if self.folder is not None:
+            return Path(write([self.folder], out, **options))
+        with TemporaryDirectory() as place:
+            saved = self.save(Path(place) / self.algorithm.name)
+            return Path(write([saved], "report.html" if out is None else out, **options))
+
+    @property
+    def clients(self) -> polars.DataFrame:
+        """A row per client: its rows by split, and every metric of its deployed model, such as `test_accuracy`."""
+        import polars
+
+        columns: dict[str, Any] = {"client": self.fed.names}
+        columns |= {f"{split}_rows": self.fed.rows[split].tolist() for split in reversed(SPLITS)}
+        for t, split, metric, value in self.history.blocks:
+            if t == self.deployed_round and split in SPLITS and value.shape == (self.fed.n,):
+                columns[f"{split}_{metric}"] = value.tolist()
+        return polars.DataFrame(columns).fill_nan(None)
+
+    def to_pandas(self, table: str = "clients") -> pandas.DataFrame:
+        """Return a table of the run as a pandas frame.
+
+        Parameters
+        ----------
+        table
+            'clients' (a row per client with its rows and metrics), 'metrics' (every recorded value) or 'ledger' (what
+            was sent).
+
+        Returns
+        -------
+        pandas.DataFrame
+            The table; needs pandas.
+
+        Raises
+        ------
+        SettingError
+            There is no such table, or pandas is not installed.
+        """
+        if table not in ("clients", "metrics", "ledger"):
+            raise SettingError(f"no table {table!r}.{nearest(table, ('clients', 'metrics', 'ledger'))}")
+        try:
+            import pandas
+        except ImportError:
+            raise SettingError("to_pandas needs pandas: pip install pandas") from None
+        frame: polars.DataFrame = getattr(self, table)
+        return pandas.DataFrame(frame.to_dict(as_series=False))
+
+    def _main_scores(self) -> tuple[str, str, Tensor] | None:
+        """Return the metric that reports show, the best split it is known on, and its values [n]."""
+        metric = self.metric or main_metric(self.fed.model.task).name
+        for split in SPLITS:
+            value = self.history.at(self.deployed_round, split, metric)
+            if value is not None:
+                return metric, split, value
+        return None
+
     def __repr__(self) -> str:
         done = f"{self.algorithm.name}, {self.rounds} rounds, {self.fed.n} clients, d = {self.fed.d}"
         return f"Run({done}, {self.seconds:.1f} s)"
+
+    def _repr_html_(self) -> str:
+        """Return the metric of every client as HTML, for notebooks."""
+        up, down = self.traffic()
+        cost = f"{self.deployed_round} rounds, {up + down:.3g} MB sent, {self.seconds:.1f} s"
+        head = html.paragraph(f"Run of {self.algorithm.name}: {cost}")
+        found = self._main_scores()
+        if found is None:
+            return head
+        metric, split, value = found
+        column = "client" if self.fed.table is None else self.fed.table.options["client"]
+        rows = [
+            [name, f"{size:,}", "–" if score != score else f"{score:.4g}"]
+            for name, size, score in zip(
+                self.fed.names, self.fed.rows["train"].tolist(), value.tolist(), strict=True
+            )
+        ]
+        return head + html.table([column, "training rows", f"{split} {metric}"], rows)

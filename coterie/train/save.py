@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +11,18 @@ from torch import Tensor
 from coterie._core import files
 from coterie.engine.state import State
 from coterie.models.description import description
+from coterie.train import private
 from coterie.train.folder import RESULT, RunFolder
+from coterie.train.predictions import Predictions
 from coterie.train.roster import Roster
-from coterie.train.run import Run
+from coterie.train.uncertainty import save_errors
+
+if TYPE_CHECKING:
+    import polars
+
+    from coterie.train.run import Run
+
+TEST_ROWS = "test_rows.parquet"
 
 
 def save_run(folder: RunFolder, run: Run) -> None:
@@ -20,6 +30,9 @@ def save_run(folder: RunFolder, run: Run) -> None:
     save_models(folder.path / "models", run)
     save_state(folder.path, run.state)
     Roster.of(run.fed).save(folder.path)
+    Predictions.save_those_of(run, folder.path)
+    if run.fed.promised is None:  # they are computed from training rows, without noise
+        save_errors(run, folder.path)
     traces = run.history.traces(run.fed.n)
     if traces:
         files.write_tensors(folder.path / "traces.safetensors", traces)
@@ -27,15 +40,29 @@ def save_run(folder: RunFolder, run: Run) -> None:
         return
     files.write_with(folder.path / "metrics.parquet", run.metrics.write_parquet)
     files.write_with(folder.path / "ledger.parquet", run.ledger.write_parquet)
-    files.write_json(
-        folder.path / RESULT,
-        {
-            "rounds": run.rounds,
-            "deployed_round": run.deployed_round,
-            "lost_rounds": run.lost_rounds,
-            "left_out": run.left_out,
-            "seconds": round(run.seconds, 3),
-        },
+    if run.test_rows:
+        files.write_with(folder.path / TEST_ROWS, test_rows(run).write_parquet)
+    spent = private.report(run.fed)
+    if spent is not None:
+        files.write_json(folder.path / "privacy.json", spent)
+    result = {
+        "rounds": run.rounds,
+        "deployed_round": run.deployed_round,
+        "lost_rounds": run.lost_rounds,
+        "left_out": run.left_out,
+        "seconds": round(run.seconds, 3),
+        "trained_on": list(run.trained_on),
+    }
+    files.seal(folder.path, RESULT, files.as_json(result))
+
+
+def test_rows(run: Run) -> polars.DataFrame:
+    """Return the value of every test row in each metric that is a mean over rows, with the index of its client."""
+    import polars
+
+    client = torch.repeat_interleave(run.fed.rows["test"].cpu())
+    return polars.DataFrame(
+        {"client": client.numpy(), **{name: values.numpy() for name, values in run.test_rows.items()}}
     )
 
 
@@ -45,7 +72,7 @@ def save_models(folder: Path, run: Run) -> None:
     Where models stay with the clients, only the common one is written, if the method has one.
     """
     names, personal = run.fed.names, run.personal
-    if run.fed.runtime.capabilities.models_stay:
+    if run.fed.models_stay:
         if run.algorithm.common(run.fed, run.state) is None:
             return
         names, personal = [], torch.empty(0, run.fed.d, dtype=run.fed.dtype)
@@ -55,6 +82,7 @@ def save_models(folder: Path, run: Run) -> None:
         folder / "model.json",
         {
             "algorithm": run.algorithm.name,
+            "trained_on": list(run.trained_on),
             "sha256": files.sha256(folder / "models.safetensors"),
             "clients": names,
             "client_column": table.options["client"] if table is not None else None,

@@ -1,4 +1,4 @@
-"""Metrics for other dashboards: TensorBoard and MLflow follow a run."""
+"""Metrics for other dashboards: TensorBoard, MLflow and Weights & Biases follow a run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def tracker(name: str, out: Path | None) -> Tracker:
     Parameters
     ----------
     name
-        'tensorboard' or 'mlflow'.
+        'tensorboard', 'mlflow' or 'wandb'.
     out
-        The run folder, into which TensorBoard's files go.
+        The run folder, into which the files of TensorBoard and Weights & Biases go.
     """
     if name not in TRACKERS:
         raise SettingError(f"no tracker {name!r}.{nearest(name, TRACKERS)}")
@@ -150,9 +150,54 @@ class MlFlow:
         self._mlflow.end_run()
 
 
+class WandB:
+    """Writes settings, metrics by round and final scores into the project "coterie" of Weights & Biases.
+
+    `WANDB_MODE=offline` keeps everything in the folder `wandb`, for `wandb sync` later.
+    """
+
+    def __init__(self, out: Path | None) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._out = out
+        self._own = wandb.run is None
+        self._run: Any = wandb.run
+
+    def begin(self, fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> None:
+        """Start a run, unless the user has started one, and record its settings."""
+        if self._own:
+            if self._out is not None:
+                self._out.mkdir(parents=True, exist_ok=True)
+            self._run = self._wandb.init(
+                project="coterie",
+                name=self._out.name if self._out else algorithm.name,
+                dir=None if self._out is None else str(self._out),
+            )
+        settings = {"algorithm": algorithm.name, **algorithm.settings(), **plan}
+        self._run.config.update({**settings, "clients": fed.n, "parameters": fed.d, "seed": fed.seed})
+        self._run.define_metric("round")
+        self._run.define_metric("*", step_metric="round")
+
+    def scored(self, fed: Federation, t: int, history: History) -> None:
+        """Log the metrics of round t."""
+        self._run.log({**numbers(fed, t, history), "round": t})
+
+    def end(self, run: Run) -> None:
+        """Log the final metrics, and close the run if it was started here."""
+        self.scored(run.fed, run.deployed_round, run.history)
+        self._run.summary.update(numbers(run.fed, run.deployed_round, run.history))
+        if self._own:
+            self._run.finish()
+
+
 def _allowed(name: str) -> str:
     """MLflow takes letters, digits and a few marks."""
     return "".join(mark if mark.isalnum() or mark in "_-. /:" else "_" for mark in name)
 
 
-TRACKERS: dict[str, Callable[[Path | None], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MlFlow}
+TRACKERS: dict[str, Callable[[Path | None], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MlFlow,
+    "wandb": WandB,
+}

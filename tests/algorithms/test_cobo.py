@@ -10,7 +10,8 @@ import torch
 
 from coterie import Federation, check_algorithm, fit, models
 from coterie.algorithms import make
-from coterie.algorithms.cobo import CoBo
+from coterie.algorithms.cobo import PRINTED
+from coterie.algorithms.cobo import CoBo as AnyCoBo
 from coterie.experiments.cobo_quadratic import (
     block_weights,
     bound_ratios,
@@ -29,6 +30,14 @@ from coterie.theory.collaboration import (
     theorem_one,
 )
 from coterie.theory.simplex import onto_simplex
+
+
+def CoBo(*values, **settings):
+    """CoBo as printed, unless settings say otherwise; weights are the fourth and fifth value."""
+    names = ("lr", "rho", "gamma", "domain", "sampling")
+    given = {**dict(zip(names, values, strict=False)), **settings}
+    own = {"own": "zero"} if given.get("domain") == "simplex" else {}
+    return AnyCoBo(**{**PRINTED, "gamma": 0.01, **own, **given})
 
 
 def after(fed, algorithm, rounds, weights=None):
@@ -111,7 +120,7 @@ def test_q3_a_pair_at_its_own_optima_is_cut_after_so_many_looks(gamma, a, apart,
     while state.weights[0, 1] > 0:
         looks += 1
         fed.enter_round(looks, state)
-        state = state.replace(weights=algorithm.refreshed(fed, state, looks, None))
+        state = state.replace(weights=algorithm.refreshed(fed, state, looks, None)[0])
     assert looks == count == refreshes_until_cut(gamma, a, apart)
 
 
@@ -152,18 +161,18 @@ def test_q6_the_guard_keeps_any_pull_stable(edge):
     rho = edge / (lr * fed.n)
     last = after(fed, CoBo(lr, rho, 0.05, sampling="all", batch=1), 800)
     assert error(fed, last.models) < 0.0025
-    wild = after(fed, quiet(CoBo, lr=lr, rho=rho, gamma=0.05, sampling="all", guard=0.0, batch=1), 15)
+    wild = after(fed, quiet(lr=lr, rho=rho, gamma=0.05, sampling="all", guard=0.0, batch=1), 15)
     assert not error(fed, wild.models) < 10 * error(fed, last.models)
 
 
-def quiet(cls, **settings):
-    class Quiet(cls):
+def quiet(**settings):
+    class Quiet(AnyCoBo):
         def _steps(self, fed):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return super()._steps(fed)
 
-    return dataclasses.dataclass(frozen=True)(Quiet)(**settings)
+    return dataclasses.dataclass(frozen=True)(Quiet)(**{**PRINTED, **settings})
 
 
 def test_q7_rows_on_the_simplex_keep_their_sum_and_their_mass_inside():
@@ -271,7 +280,10 @@ def test_step_sizes_that_are_not_given_follow_the_stability_rule():
     fed = Federation.from_arrays(xs, [x.sum(-1) for x in xs], models.linear())
     fed.enter_round(0, None)
     largest = max(float(torch.linalg.eigvalsh(x.T @ x / 30)[-1]) for x in xs)
-    assert CoBo().start(fed).lr == pytest.approx(0.5 / largest)
+    assert CoBo().start(fed).lr == 0.05 < 0.5 / largest
+    steep = Federation.from_arrays([9 * x for x in xs], [x.sum(-1) for x in xs], models.linear())
+    steep.enter_round(0, None)
+    assert CoBo().start(steep).lr == pytest.approx(0.5 / largest / 81)
     unguarded = CoBo(guard=0.0).start(fed)
     assert unguarded.lr * (largest + unguarded.rho * 5) < 2
     with pytest.warns(UserWarning, match="diverges.*guard"):

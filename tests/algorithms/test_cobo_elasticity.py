@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from coterie.algorithms.cobo import CoBo
+from coterie.algorithms.cobo import PRINTED, CoBo
 from coterie.experiments.cobo_quadratic import block_weights, bowls, centres, curvatures, trajectory
 
 
@@ -19,7 +19,7 @@ def scheduled(here, **settings):
         def present(self, fed, t):
             return torch.tensor(here(t))
 
-    return Scheduled(0.05, 0.5, 0.05, sampling="all", batch=0, **settings)
+    return Scheduled(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0, **settings)
 
 
 def test_a_newcomer_starts_from_its_collaborators_weighted():
@@ -61,5 +61,7 @@ def test_the_model_of_an_absent_client_pulls_for_as_long_as_patience_says():
 @pytest.mark.slow
 def test_a_third_of_the_clients_a_round_still_finds_the_clusters():
     fed = bowls((5, 5), seed=4)
-    *_, last = trajectory(fed, CoBo(0.05, 0.5, 0.05, sampling="all", participation=0.3, batch=0), 1800)
+    *_, last = trajectory(
+        fed, CoBo(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, participation=0.3, batch=0), 1800
+    )
     assert torch.equal(last.weights, block_weights(fed)) and error(fed, last.models) < 1e-12

@@ -1,8 +1,9 @@
 """Every algorithm found keeps every promise, and an algorithm that breaks one is caught."""
 
+import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from coterie import Algorithm, State, check_algorithm, setting
 from coterie._core.errors import CoterieError
 from coterie.algorithms import all_algorithms, make
+from coterie.algorithms.base import DISCLOSURES
 from coterie.conformance import PROMISES, killed_and_resumed_equals_uninterrupted, same_as_stacked
 from coterie.conformance.runtimes import RUNTIMES
+from coterie.deploy import messages
 from coterie.deploy.loopback import LoopbackRuntime
 
 
@@ -26,6 +29,7 @@ def test_promise(name, promise):
 class Sound(Algorithm):
     """Gradient descent x <- x - lr mean grad f_i(x) (Cauchy, 1847)."""
 
+    reveals: ClassVar[dict[str, Any]] = {"slope": "gradient"}
     lr: float = setting(0.1, "step size", above=0)
 
     def start(self, fed: Any) -> State:
@@ -85,6 +89,14 @@ class Undeclared(Sound):
         return {"slope": (d, 1)}
 
 
+class Silent(Sound):
+    reveals: ClassVar[dict[str, Any]] = {"deploy": "nothing"}
+
+
+class Understates(Sound):
+    reveals: ClassVar[dict[str, Any]] = {"slope": "nothing"}
+
+
 class Uncited(Sound):
     """Goes downhill."""
 
@@ -101,6 +113,8 @@ SEEN: list[int] = []
         (AssumesAll, "few_may_answer"),
         (HasMemory, "stacked|killed"),
         (Undeclared, "ledger_equals_declaration"),
+        (Silent, "every_phase_says_what_it_reveals"),
+        (Understates, "every_phase_says_what_it_reveals"),
         (Uncited, "documentation_names_its_source"),
     ],
 )
@@ -165,3 +179,17 @@ def test_a_broken_runtime_is_caught(runtime, check):
     check(make("ditto"), RUNTIMES["loopback"])
     with pytest.raises((AssertionError, CoterieError)):
         check(make("ditto"), host)
+
+
+@pytest.mark.parametrize("name", sorted(all_algorithms()))
+def test_every_method_that_takes_a_client_says_what_it_reveals(name):
+    """A node runs what is declared. A helper that takes a client has an underscore, so that none is forgotten."""
+    cls = all_algorithms()[name]
+    takes_client = {
+        found
+        for found, method in inspect.getmembers(cls, inspect.isfunction)
+        if not found.startswith("_") and list(inspect.signature(method).parameters)[1:2] == ["client"]
+    }
+    assert takes_client - {"begin", "deploy"} == set(cls.reveals)
+    assert set(cls.reveals.values()) <= set(DISCLOSURES) and cls.optional <= set(cls.reveals)
+    assert messages.phases(cls) == takes_client

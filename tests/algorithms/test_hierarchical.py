@@ -13,7 +13,8 @@ from coterie.algorithms import hierarchical, make
 from coterie.theory import hierarchical as exact
 from coterie.theory import linear_estimators
 from coterie.theory.cluster_penalty import Penalty
-from coterie.theory.variance_components import Sums, maximum_likelihood
+from coterie.theory.mixed_likelihood import maximum_likelihood
+from coterie.theory.variance_components import Sums
 
 CLUSTERS = [0, 0, 0, 1, 1, 1, 2, 2, 3]
 N, K, D = len(CLUSTERS), 4, 3
@@ -189,12 +190,18 @@ def test_bad_settings(settings, match):
         fit(world(), make("hierarchical", **settings), rounds=1)
 
 
-def test_networks_and_clients_without_clusters_are_refused_with_a_remedy():
+def test_networks_are_refused_with_a_remedy():
     layers = models.network(lambda: nn.Linear(D, 1))
     with pytest.raises(SettingError, match="solver = 'gradient'"):
         fit(world(model=layers), make("hierarchical", solver="newton"), rounds=1)
-    with pytest.raises(SettingError, match="known clusters"):
-        fit(world(clusters=None), make("hierarchical"), rounds=1)
+
+
+def test_without_known_clusters_all_clients_are_one():
+    alone, one = (
+        fit(world(clusters=None), make("hierarchical", grouping=grouping), rounds=1)
+        for grouping in ("known", "one")
+    )
+    assert torch.equal(alone.personal, one.personal)
 
 
 @pytest.mark.parametrize("kind", ["linear", "logistic"])

@@ -12,7 +12,11 @@ from coterie.data.generate import clustered_regression
 from coterie.models.heads import last_layer
 from coterie.theory.sketch import project
 from coterie.theory.threshold import REST, Fixed, Size, threshold_cluster
-from coterie.theory.threshold_starts import group_weights, seed_weights
+from coterie.theory.threshold_starts import group_weights
+
+ONE_GRADIENT = {"steps": 1}  # as printed
+SECTION_FOUR = {"clusters": 4, "lr": 0.1, "batch": 0}  # as experiments/threshold/fig1.toml
+IFCA_THERE = {**SECTION_FOUR, "spread": 1.0, "weighting": "uniform"}
 
 SIZES, D = (3, 8, 20, 33, 50, 12), 3
 RNG = np.random.default_rng(1)
@@ -30,7 +34,11 @@ def grads(models_):
 
 
 def test_pfl_tc_at_own_points_is_its_pseudocode():
-    run = fit(world(), make("pfl-tc", at="own", clusters=2, rule="fixed", tau=4.0, lr=0.2, batch=0), rounds=5)
+    run = fit(
+        world(),
+        make("pfl-tc", **ONE_GRADIENT, at="own", clusters=2, rule="fixed", tau=4.0, lr=0.2, batch=0),
+        rounds=5,
+    )
     x, m = np.zeros((6, D)), None
     for _ in range(5):
         u = grads(x)
@@ -51,25 +59,36 @@ def steps_alone(count, lr):
     return x
 
 
+def fits_alone(count):
+    """Each client's descent with its own step size 1/L from the common start, all rows."""
+    lr = np.array([1 / np.linalg.eigvalsh(x.T @ x / len(x))[-1] for x in XS])[:, None]
+    x = np.zeros((6, D))
+    for _ in range(count):
+        x = x - lr * grads(x)
+    return x
+
+
 @pytest.mark.parametrize("warmup", [1, 7])
 def test_pfl_tc_at_common_points_is_its_pseudocode(warmup):
-    algorithm = make("pfl-tc", clusters=2, rule="size", lr=0.2, batch=0, momentum=0.3, warmup=warmup)
-    run = fit(world(), algorithm, rounds=4)
-    group = torch.tensor([0, 1] * 3)
-    points = torch.tensor(-steps_alone(warmup, 0.2) / 0.2)
-    seeds = seed_weights(points, 2, tries=10, seed=0) @ points
-    v = threshold_cluster(points, starts=seeds, rule=Size(0.5), rounds=8).centres
-    order = torch.cdist(v, torch.stack([points[group == k].mean(0) for k in (0, 1)])).argmin(1)
-    v = v[order.argsort()].numpy()
-    y, m = -0.2 * v, v / warmup
+    settings = {"rule": "size", "lr": 0.2, "batch": 0, "momentum": 0.3, "warmup": warmup}
+    run = fit(world(), make("pfl-tc", **ONE_GRADIENT, clusters=2, **settings), rounds=4)
+    points = torch.tensor(fits_alone(warmup))
+    group = run.state.labels
+    assert len(group.unique()) == 2
+    y = (group_weights(points, group, 2) @ points).numpy()
+    m = [None, None]
+    sizes = torch.tensor([float(len(x)) for x in XS]).double()
+    sizes = sizes.clamp(max=4 * sizes.median())
     for _ in range(3):
         for c in range(2):
             points = torch.tensor(grads([y[c]] * 6))
-            starts = group_weights(points, group, 2) @ points
-            v = threshold_cluster(points, starts=starts, rule=Size(0.5), rounds=8).centres[c].numpy()
-            m[c] = 0.3 * v + 0.7 * m[c]
+            start = group_weights(points, (group != c).long(), 1) @ points
+            rule = Size(float((group == c).double().mean()))
+            weights = threshold_cluster(points, starts=start, rule=rule, rounds=8).weights[0] * sizes
+            v = (weights @ points / weights.sum()).numpy()
+            m[c] = v if m[c] is None else 0.3 * v + 0.7 * m[c]
             y[c] = y[c] - 0.2 * m[c]
-    np.testing.assert_allclose(run.personal, y[group], atol=1e-9)
+    np.testing.assert_allclose(run.personal, y[group], rtol=1e-3)  # L is found by iteration
 
 
 def test_local_steps_are_the_second_option():
@@ -81,7 +100,7 @@ def test_local_steps_are_the_second_option():
     for _ in range(3):
         y = y - 0.1 * grads(y)
     np.testing.assert_allclose(u, (1 - y) / 0.1, atol=1e-12)
-    once = world().map(make("pfl-tc", steps=1, batch=0).slope, x=x).values
+    once = world().map(make("pfl-tc", **ONE_GRADIENT, batch=0).slope, x=x).values
     np.testing.assert_allclose(once, grads(np.ones((6, D))), atol=1e-12)
 
 
@@ -156,7 +175,17 @@ def losses(thetas):
 
 @pytest.mark.parametrize("average, divide", [("gradient", "all"), ("gradient", "cluster"), ("model", "all")])
 def test_ifca_is_its_pseudocode(average, divide):
-    algorithm = make("ifca", average=average, divide=divide, lr=0.1, steps=2, batch=0, spread=1.0)
+    algorithm = make(
+        "ifca",
+        clusters=2,
+        weighting="uniform",
+        average=average,
+        divide=divide,
+        lr=0.1,
+        steps=2,
+        batch=0,
+        spread=1.0,
+    )
     theta = algorithm.start(world()).models.numpy()
     run = fit(world(), algorithm, rounds=6)
     for _ in range(6):
@@ -183,9 +212,8 @@ def test_ifca_collapses_from_bad_starts_and_restarts_help():
     found, best = 0, 0
     for seed in range(8):
         fed = Federation.from_clients(clustered_regression(seed=seed), models.linear(), seed=seed)
-        settings = {"clusters": 4, "lr": 0.1, "batch": 0, "spread": 1.0}
         for restarts in (1, 8):
-            run = fit(fed, make("ifca", restarts=restarts, **settings), rounds=40, evaluate_every=0)
+            run = fit(fed, make("ifca", **IFCA_THERE, restarts=restarts), rounds=40, evaluate_every=0)
             right = float(run.history.at(40, "server", "ari")) == 1.0
             found, best = found + (right and restarts == 1), best + (right and restarts == 8)
     assert found < best and best >= 7
@@ -203,10 +231,10 @@ def error(run):
 def test_section_four():
     """As printed in the paper: both below IFCA(grad, /N) in the mean by 0.7, and less spread out than IFCA(model)."""
     names = {
-        "pfl": make("pfl-tc", at="own", clusters=4, rule="size", batch=0),
-        "pdl": make("pdl-tc", at="own", clusters=4, rule="size", passes=8, batch=0),
-        "ifca": make("ifca", clusters=4, average="gradient", spread=1.0, batch=0),
-        "ifca-model": make("ifca", clusters=4, spread=1.0, batch=0),
+        "pfl": make("pfl-tc", **SECTION_FOUR, **ONE_GRADIENT, at="own", rule="size"),
+        "pdl": make("pdl-tc", **SECTION_FOUR, at="own", rule="size", passes=8),
+        "ifca": make("ifca", **IFCA_THERE, average="gradient"),
+        "ifca-model": make("ifca", **IFCA_THERE),
     }
     found = {
         name: np.array([error(fit(figure_one(s), a, rounds=200, evaluate_every=0)) for s in range(20, 30)])
@@ -226,16 +254,17 @@ def test_common_points_reach_the_optimum_of_section_four_on_every_data_set(name,
     assert max(error(fit(figure_one(s), algorithm, rounds=100, evaluate_every=0)) for s in seeds) < 10.0
 
 
-@pytest.mark.parametrize("seed", [pytest.param(6, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("seed", [pytest.param(6, marks=pytest.mark.slow), 14])
 def test_without_a_warmup_a_bad_first_clustering_stays(seed):
-    """Data sets of section 4 on which one gradient at the start misleads, and 50 steps alone do not."""
-    algorithm = make("pfl-tc", clusters=4, rule="size", batch=0)
+    """Data sets of section 4 on which one gradient at the start misleads, and fits alone do not."""
+    algorithm = make("pfl-tc", **SECTION_FOUR, **ONE_GRADIENT, rule="size")
     common = fit(figure_one(seed), algorithm, rounds=100, evaluate_every=0)
     own = fit(figure_one(seed), algorithm.replace(at="own"), rounds=100, evaluate_every=0)
     stuck = fit(figure_one(seed), algorithm.replace(warmup=1), rounds=100, evaluate_every=0)
     assert error(common) < 10 < 100 < min(error(own), error(stuck))
 
 
+@pytest.mark.slow
 def test_a_client_between_clusters_adopts_a_model_that_fits():
     algorithm = make("pdl-tc", clusters=4, rule="size", batch=0)
     found = fit(figure_one(0), algorithm, rounds=20, evaluate_every=0)
@@ -257,7 +286,12 @@ def test_private_starts_never_meet():
 
 
 def test_membership_and_quality_are_in_the_metrics():
-    run = fit(figure_one(2), make("pfl-tc", clusters=4, batch=0, rule="size"), rounds=20, evaluate_every=5)
+    run = fit(
+        figure_one(2),
+        make("pfl-tc", **ONE_GRADIENT, clusters=4, batch=0, rule="size"),
+        rounds=20,
+        evaluate_every=5,
+    )
     metrics = run.metrics.filter(split="server")
     assert set(metrics["metric"]) >= {"cluster", "ari", "purity", "clusters_found"}
     assert metrics.filter(metric="cluster", round=20).height == 36
@@ -288,11 +322,11 @@ def test_a_projection_keeps_distances():
 
 def test_more_clusters_than_clients():
     with pytest.raises(SettingError, match="clusters = 7, but there are only 6 clients"):
-        fit(federation(), make("pfl-tc", clusters=7), rounds=1)
+        fit(federation(), make("pfl-tc", **ONE_GRADIENT, clusters=7), rounds=1)
     for name, settings in (("ifca", {"clusters": 9}), ("pdl-tc", {"clusters": 9, "rule": "size"})):
         assert torch.isfinite(fit(federation(), make(name, **settings), rounds=2).personal).all()
     with pytest.raises(SettingError, match="needs rho"):
-        fit(federation(), make("pfl-tc", rule="theory"), rounds=1)
+        fit(federation(), make("pfl-tc", **ONE_GRADIENT, rule="theory"), rounds=1)
     with pytest.raises(SettingError, match="positive tau"):
         fit(federation(), make("pdl-tc", rule="fixed"), rounds=1)
 
@@ -301,10 +335,16 @@ def test_more_clusters_than_clients():
 @pytest.mark.parametrize("name", ["pfl-tc", "pdl-tc"])
 def test_one_client_trains_alone(name, at):
     fed = Federation.from_arrays(XS[:1], YS[:1], models.linear(), clusters=[0])
-    run = fit(fed, make(name, at=at, momentum=1.0, clusters=1, batch=0), rounds=10)
-    steps = 10 if at == "own" else 50 + (9 if name == "pfl-tc" else 10)
-    alone = fit(fed.fresh(), make("local", lr=0.1, steps=1, batch=0), rounds=steps)
-    torch.testing.assert_close(run.personal, alone.personal)
+    steps = {"steps": 1} if name == "pfl-tc" else {}
+    run = fit(fed, make(name, at=at, momentum=1.0, clusters=1, lr=0.1, batch=0, **steps), rounds=10)
+    if name == "pfl-tc" and at == "common":
+        x = torch.tensor(fits_alone(100)[:1])
+        for _ in range(9):
+            x = x - 0.1 * torch.tensor(grads(x.numpy().repeat(6, 0))[:1])
+        torch.testing.assert_close(run.personal, x)
+    else:
+        alone = fit(fed.fresh(), make("local", lr=0.1, steps=1, batch=0), rounds=10 if at == "own" else 60)
+        torch.testing.assert_close(run.personal, alone.personal)
     assert run.history.at(10, "server", "clusters_found").item() == 1
 
 
@@ -316,16 +356,15 @@ def test_when_all_are_outside_every_ball(at):
     run = fit(world(), make("pdl-tc", adopt=0.0, **tiny), rounds=5)
     torch.testing.assert_close(run.personal, alone.personal)
     assert set(run.history.at(5, "server", "neighbours").tolist()) == {1.0}
-    run = fit(world(), make("pfl-tc", clusters=2, **tiny), rounds=30)
+    run = fit(world(), make("pfl-tc", **ONE_GRADIENT, clusters=2, **tiny), rounds=30)
     assert torch.isfinite(run.personal).all() and run.history.at(30, "server", "ari").item() == 1.0
 
 
 def test_identical_clients_form_one_cluster():
     fed = Federation.from_arrays([XS[3]] * 5, [YS[3]] * 5, models.linear())
-    for name, steps in (("pfl-tc", 50 + 9), ("pdl-tc", 50 + 10)):
-        alone = fit(fed, make("local", lr=0.1, steps=1, batch=0), rounds=steps)
-        run = fit(fed, make(name, momentum=1.0, batch=0), rounds=10)
-        torch.testing.assert_close(run.personal, alone.personal)
+    for name in ("pfl-tc", "pdl-tc", "cobo", "ifca"):
+        run = fit(fed, make(name, batch=0), rounds=10)
+        torch.testing.assert_close(run.personal, run.personal[:1].expand(5, -1), rtol=0, atol=1e-6)
         assert run.history.at(10, "server", "clusters_found").item() == 1
 
 
@@ -348,6 +387,6 @@ def test_five_hundred_clients_without_an_n_n_d_array(at):
     fed = Federation.from_arrays(xs, [x[:, 0] for x in xs], models.linear())
     watch = Largest()
     with watch:
-        run = fit(fed, make("pdl-tc", at=at, batch=1), rounds=1, evaluate_every=0)
+        run = fit(fed, make("pdl-tc", at=at, batch=1, lr=0.001), rounds=1, evaluate_every=0)
     assert run.fed.ledger.total("messages_up", link="client-client") == 500 * 499
     assert watch.elements < 500 * 500 * 400 / 50

@@ -18,6 +18,7 @@ from coterie._core import threads as threads
 from coterie._core.errors import CoterieError
 from coterie._core.threads import helped, shared_out, side_by_side, workers
 from coterie.algorithms import make
+from coterie.algorithms.cobo import PRINTED
 from coterie.engine import local_runtime
 
 LONG = 60.0  # seconds for another thread to come, however busy the machine is
@@ -149,7 +150,7 @@ def test_networks_and_mixtures_are_shared_out(monkeypatch: pytest.MonkeyPatch) -
     xs = [torch.randn(6, 5, generator=generator) for _ in range(9)]
     ys = [torch.randint(0, 3, (6,), generator=generator) for _ in range(9)]
     fed = Federation.from_arrays(xs, ys, model=coterie.models.mlp(hidden=(8,), stacked=True))
-    algorithm = make("cobo", lr=0.1, rho=1.0, rate=4.0)
+    algorithm = make("cobo", lr=0.1, rho=1.0, rate=4.0, gamma=0.01, **PRINTED)
     alone = fit(fed, algorithm, 5)
     monkeypatch.setattr(threads, "SHARED_PRODUCTS", 1)
     shared = fit(fed, algorithm, 5)

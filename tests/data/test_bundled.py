@@ -56,7 +56,7 @@ def test_heart_disease_is_ready_to_use() -> None:
 
 
 def test_names_and_unknown_name() -> None:
-    assert bundled.names() == ["heart_disease"]
+    assert bundled.names() == ["clinics", "heart_disease"]
     with pytest.raises(DataError, match=r"heart_diseas'.*Did you mean 'heart_disease'"):
         bundled.path("heart_diseas")
 

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from coterie._core.errors import DataError
 from coterie.data import bundled, tables
 from coterie.data.preprocess import Moments, Preprocessor, Statistics, local_statistics
+from coterie.data.table_spec import TableSpec
 
 
 def fitted(frame: pl.DataFrame, **settings: Any) -> Preprocessor:
     spec = tables.check(frame, "client", "y", **settings)
-    return Preprocessor.from_statistics(spec, local_statistics(frame, spec))
+    return Preprocessor.from_statistics(spec, local_statistics(frame, spec), fewest=(1, 1))
 
 
 def small(**changes: Any) -> pl.DataFrame:
@@ -100,12 +101,12 @@ def test_names_never_collide() -> None:
     assert encoder.feature_of("x_missing") == "x_missing" and encoder.feature_of("x_missing_") == "x"
 
 
-def merged(frame: pl.DataFrame, spec: tables.TableSpec) -> Statistics:
+def merged(frame: pl.DataFrame, spec: TableSpec) -> Statistics:
     parts = frame.partition_by(spec.client)
     return functools.reduce(Statistics.merge, (local_statistics(part, spec) for part in parts))
 
 
-def assert_same_fit(frame: pl.DataFrame, spec: tables.TableSpec) -> None:
+def assert_same_fit(frame: pl.DataFrame, spec: TableSpec) -> None:
     """Clients that send sums get the preprocessor of the pooled rows."""
     pooled = Preprocessor.from_statistics(spec, local_statistics(frame, spec))
     federated = Preprocessor.from_statistics(spec, merged(frame, spec))
@@ -166,9 +167,17 @@ def test_large_means_do_not_cancel() -> None:
     st.lists(st.floats(-1e100, 1e100), min_size=2, max_size=6, unique=True), st.lists(st.text(), min_size=2)
 )
 def test_json_is_exact(numbers: list[float], words: list[str]) -> None:
-    spec = tables.TableSpec("client", "y", None, "regression", (), ("x",), ("word",), ["a warning"])
+    spec = TableSpec("client", "y", None, "regression", (), ("x",), ("word",), ["a warning"])
     statistics = local_statistics(
-        pl.DataFrame({"x": numbers, "y": numbers, "word": (words * len(numbers))[: len(numbers)]}), spec
+        pl.DataFrame(
+            {
+                "client": "a",
+                "x": numbers,
+                "y": numbers,
+                "word": (words * len(numbers))[: len(numbers)],
+            }
+        ),
+        spec,
     )
     if not statistics.numeric["x"].sd:
         return

@@ -14,6 +14,7 @@ from coterie._core.errors import DataError, SettingError
 from coterie.data import column_types as columns
 from coterie.data import tables
 from coterie.data.describe import describe
+from coterie.data.table_spec import TableSpec
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -38,7 +39,7 @@ def table(**changes: Any) -> pl.DataFrame:
 
 def test_sound_table() -> None:
     spec = tables.check(table(), "client", "y", cluster="ward")
-    assert spec == tables.TableSpec("client", "y", "ward", "regression", (), ("x",), ("word",))
+    assert spec == TableSpec("client", "y", "ward", "regression", (), ("x",), ("word",))
     assert spec.warnings == []
     assert tables.check(table(), "client", "y", drop=["ward", "word"]).categories == ()
 
@@ -69,9 +70,12 @@ def test_sound_table() -> None:
             ["column 'x', row 10 (client 'b')", "inf is infinite", "Correct"],
         ),
         ({"y": [0.1, -math.inf] * 6}, {}, ["column 'y', row 2 (client 'b')", "infinite"]),
-        ({"x": [None] * 12}, {}, ["column 'x' has no values at all", "--drop x"]),
-        ({"x": ["?"] * 12}, {}, ["column 'x' has no values at all", "--drop x"]),
-        ({"x": [[1]] * 12}, {}, ["column 'x' holds List", "--drop x"]),
+        (
+            {"x": [None] * 12, "word": ["?"] * 12},
+            {"drop": ["ward"]},
+            ["no feature column is left", "'x' has no values; 'word' has no values"],
+        ),
+        ({"x": [[1]] * 12, "word": None}, {"drop": ["ward"]}, ["'x' holds lists", "--keep COLUMN"]),
         (
             {"ward": ["n", "s", "s", "s"] * 3},
             {"cluster": "ward"},
@@ -81,7 +85,7 @@ def test_sound_table() -> None:
         (
             {"x": [1] * 12, "word": None},
             {"drop": ["ward"]},
-            ["no feature column is left", "'x' never change"],
+            ["no feature column is left", "'x' has one value only"],
         ),
         ({"y": ["p", "q", "1"] * 4}, {"task": "regression"}, ["column 'y', row 1", "'p' is not a number"]),
         ({"y": ["p", "q", "r"] * 4}, {"task": "binary"}, ["'y' has 3 classes", "multiclass"]),
@@ -101,7 +105,8 @@ def test_identifier_and_too_many_classes() -> None:
     }
     frame = tables.read(many)
     message = said_by(tables.check, frame, "client", "y")
-    assert "'id' holds 1200 different texts" in message and "identifier" in message and "--drop id" in message
+    assert "no feature column is left ('id' has a different value in almost every row)" in message
+    assert tables.check(frame, "client", "y", keep=["id"]).categories == ("id",)
     message = said_by(tables.check, frame, "client", "y", drop=["id"], task="classification")
     assert "'y' has 1200 different values" in message and "--task regression" in message
     assert "'id' has 1200" in said_by(tables.check, frame, "client", "id", drop=["y"])
@@ -177,23 +182,23 @@ def test_warnings() -> None:
     spec = tables.check(frame, "client", "y")
     assert spec.numeric == ("x",)
     assert spec.warnings == [
-        "Column 'still' is constant and is kept out of the features.",
+        "Left out as constant: 'still'.",
         "1 client(s) with one row only: 'one'.",
         "1 client(s) with fewer than 5 rows: 'few'.",
         "1 client(s) with a single class in the target: 'same'.",
     ]
 
 
-def test_warnings_stay_short_and_identifiers_are_suspected() -> None:
+def test_warnings_stay_short() -> None:
     rows = {
         "client": [f"c{row:02}" for row in range(30)],
         "number": list(range(30)),
-        "y": [0.5, 1.5, 3.0] * 10,
+        "x": [0.25, 1.5, 2.5] * 10,
+        "y": [0.5, 1.5, 3.0] * 9 + [7.0, 3.5, 1.0],
     }
     spec = tables.check(tables.read(rows), "client", "y")
     assert spec.warnings == [
-        "Column 'number' has a different whole number in every row. "
-        "If it is an identifier, leave it out: --drop number",
+        "Left out as codes of the client: 'number'. Use one all the same: --keep COLUMN",
         "30 client(s) with one row only: 'c00', 'c01', 'c02', 'c03', 'c04' and 25 more.",
     ]
 

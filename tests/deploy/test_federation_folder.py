@@ -13,8 +13,12 @@ pytest.importorskip("flwr", reason="a federation needs the extra 'flower'")
 
 from coterie._core import files
 from coterie._core.errors import RunError, SettingError
+from coterie.data import bundled, tables
 from coterie.data.federated import Roles
-from coterie.deploy import federation_folder
+from coterie.deploy import federation_folder, keys, membership
+from coterie.deploy.audit import verify
+from coterie.deploy.membership import Roster
+from coterie.deploy.policy import Policy
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def test_no_secret_is_readable_by_others_whatever_the_umask(tmp_path):
     finally:
         os.umask(before)
     secrets = [path for kind in ("*.key", "*.token") for path in made.path.rglob(kind)]
-    assert len(secrets) == 4
+    assert len(secrets) == 5
     for path in (*secrets, made.path, *(path for path in made.path.rglob("*") if path.is_dir())):
         assert path.stat().st_mode & 0o077 == 0, path
 
@@ -65,6 +69,8 @@ def test_names_that_are_no_names_are_refused(tmp_path, name):
 
 
 def test_errors_say_what_to_do(command, tmp_path, folder):
+    frame = tables.read(bundled.resolve("heart_disease"))
+    Policy.strict(frame, Roles("hospital", "sick")).write(folder.path / "nodes" / "south" / "policy.toml")
     for words, told in (
         (("run", tmp_path / "nothing"), "coterie federate init"),
         (("attach", folder.path), "has no run yet"),
@@ -73,16 +79,105 @@ def test_errors_say_what_to_do(command, tmp_path, folder):
         (("run", folder.path, "--resume", "x"), "has no run 'x'"),
         (("run", folder.path, "--algorithm", "ditto"), "cannot be reached"),
         (("server", folder.path, "--insecure", "--host", "10.0.0.1"), "127.0.0.1 only"),
-        (("node", folder.path / "nodes" / "north", "--data", "x.csv"), "x.csv: no such file"),
+        (("node", folder.path / "nodes" / "north", "--data", "x.csv"), "coterie federate policy"),
+        (("node", folder.path / "nodes" / "north", "--show-policy"), "has no policy.toml"),
+        (("node", folder.path / "nodes" / "south"), "--data FILE"),
+        (("node", folder.path / "nodes" / "south", "--data", "x.csv"), "x.csv: no such file"),
+        (("policy", folder.path / "nodes" / "south", "--data", "x.csv"), "exists already"),
+        (("join", folder.path / "nodes" / "north", "north"), "has a key already"),
+        (("sign", folder.path, tmp_path / "no.csr"), "is not a request"),
+        (("revoke", folder.path, "nobody"), "has no node 'nobody'"),
+        (("audit", tmp_path / "no.log"), "does not exist"),
         (
-            ("node", folder.path / "nodes" / "north", "--data", "heart_disease", "--insecure"),
+            ("node", folder.path / "nodes" / "south", "--data", "heart_disease", "--insecure"),
             "127.0.0.1 only",
         ),
-        (("node", tmp_path, "--data", "heart_disease"), "node.toml does not exist"),
         (("init", folder.path / "nodes", "--node", "a"), "is not a federation"),
     ):
         done = command("federate", *words)
         assert done.code == 2 and told in " ".join(done.err.split()), (words, done.err)
+
+
+class TestMembership:
+    """Keys are made at nodes; the operator signs, revokes and renews."""
+
+    def test_a_node_joins_without_its_key_leaving_it(self, folder, tmp_path, command):
+        assert command("federate", "join", tmp_path / "west", "west").code == 0
+        done = command(
+            "federate", "sign", folder.path, tmp_path / "west" / "west.csr", "--clients", "anton,berta"
+        )
+        assert done.code == 0 and "SHA-256" in done.out
+        assert folder.nodes["west"] == ["anton", "berta"]
+        back = folder.path / "nodes" / "west"
+        assert {path.name for path in back.iterdir()} == {"node.pub", "node.crt", "ca.crt", "node.toml"}
+        for name in ("node.crt", "ca.crt", "node.toml"):
+            (tmp_path / "west" / name).write_bytes((back / name).read_bytes())
+        keys.tls_context(
+            tmp_path / "west" / "ca.crt", tmp_path / "west" / "node.key"
+        )  # key and certificate fit
+        admitted = Roster(folder.path)()
+        assert admitted[keys.public_bytes(back / "node.pub")] == keys.fingerprint(back / "node.crt")
+        assert list(verify(folder.path / "server" / "audit.log"))[-1]["what"] == "signed"
+
+    def test_a_key_serves_one_node_and_a_revoked_key_does_not_return(self, folder, tmp_path):
+        roster = Roster(folder.path)
+        request = membership.join(tmp_path / "west", "west")
+        membership.sign(folder.path, request)
+        assert len(roster()) == 3
+        (tmp_path / "east").mkdir()
+        (tmp_path / "east" / "node.key").write_bytes((tmp_path / "west" / "node.key").read_bytes())
+        (tmp_path / "east" / "node.key").chmod(0o600)
+        with pytest.raises(SettingError, match="the node 'west' has this key"):
+            membership.sign(folder.path, membership.join(tmp_path / "east", "east", renew=True))
+        membership.revoke(folder.path, "west")
+        assert len(roster()) == 2 and "west" not in folder.nodes
+        with pytest.raises(SettingError, match="this key was revoked"):
+            membership.sign(folder.path, request)
+        membership.sign(folder.path, membership.join(tmp_path / "new", "west"))
+        assert len(roster()) == 3
+
+    def test_certificates_are_renewed_before_they_expire(self, folder, tmp_path):
+        request = membership.join(tmp_path / "west", "west")
+        place = membership.sign(folder.path, request)
+        before = keys.fingerprint(place / "node.crt")
+        assert membership.expiring(folder.path) == []
+        _, public = keys.load_node_key(tmp_path / "west" / "node.key")
+        keys.certify(folder.path / "ca", public, "west", place, days=3)
+        (warning,) = membership.expiring(folder.path)
+        assert "expires in 3 days" in warning and "--renew" in warning
+        with pytest.raises(SettingError, match="--renew gives it another"):
+            membership.sign(folder.path, request)
+        membership.sign(folder.path, membership.join(tmp_path / "west", "west", renew=True), renew=True)
+        assert membership.expiring(folder.path) == [] and keys.fingerprint(place / "node.crt") != before
+        hosts = keys.hosts_of(folder.path / "server" / "server.crt")
+        membership.renew_server(folder.path)
+        assert keys.hosts_of(folder.path / "server" / "server.crt") == hosts and "example.org" in hosts
+
+    @pytest.mark.parametrize("name", ["../../etc", "a b", ".", "-x"])
+    def test_a_request_names_no_path(self, folder, tmp_path, name):
+        with pytest.raises(SettingError, match="letters, digits"):
+            membership.join(tmp_path / "evil", name)
+        with pytest.raises(SettingError, match="letters, digits"):
+            membership.sign(folder.path, keys.make_request(tmp_path / "forged", name.replace("/", "")))
+
+    def test_a_request_is_signed_by_the_key_that_it_names(self, folder, tmp_path):
+        request = membership.join(tmp_path / "west", "west")
+        name, changed = request.read_bytes(), bytearray(request.read_bytes())
+        place = name.index(b"-----END") - 20
+        changed[place] = ord("A") if changed[place] != ord("A") else ord("B")
+        request.write_bytes(bytes(changed))
+        with pytest.raises(SettingError, match="is not"):
+            membership.sign(folder.path, request)
+        assert "west" not in folder.nodes
+
+    def test_a_policy_is_written_once_and_shown(self, command, tmp_path):
+        (tmp_path / "n").mkdir()
+        words = ("--data", "heart_disease", "--client", "hospital", "--target", "sick", "--drop", "age")
+        assert command("federate", "policy", tmp_path / "n", *words, "--allow", "cobo").code == 0
+        shown = command("federate", "node", tmp_path / "n", "--show-policy")
+        assert shown.code == 0 and "age" not in shown.out.split("Rows are split")[0]
+        assert "cobo" in shown.out and "personal: sends its personal model" in shown.out
+        assert command("federate", "approve", tmp_path / "n").out.startswith("0 runs wait")
 
 
 def test_two_nodes_do_not_share_a_state(tmp_path):
@@ -136,7 +231,8 @@ def test_the_page_on_security_has_every_method_and_what_it_sends():
 
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     for name in all_algorithms():
-        lines = [line for line in text.splitlines() if f"`{name}`" in line and line.startswith("|")]
+        tables = [line for line in text.splitlines() if line.startswith("|")]
+        lines = [line for line in tables if f"`{name}`" in line.split("|")[1]]
         assert lines, f"docs/security.md does not say what {name} sends"
         for phase, (_, up) in make(name).traffic(10).items():
             assert not up or f"`{phase}`" in lines[0], f"docs/security.md: {name} sends {phase}"

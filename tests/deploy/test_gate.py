@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import datetime
 import threading
 import time
 
 import pytest
 
-from coterie.deploy import flower_link
-from coterie.deploy.flower_link import Bell, Gate
+from coterie.deploy import gate as gate_module
+from coterie.deploy import keys
+from coterie.deploy.gate import MOST_LISTENERS, Bell, Gate
+
+pytest.importorskip("cryptography", reason="keys need the extra 'flower'")
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+
+CERTIFICATE = "f" * 64
 
 
 def scope(path, client="10.1.2.3", content_length="10", **headers):
@@ -18,31 +28,126 @@ def scope(path, client="10.1.2.3", content_length="10", **headers):
     return {"type": "http", "path": path, "headers": pairs, "client": (client, 5) if client else None}
 
 
+@pytest.fixture(scope="module")
+def node(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("node")
+    keys.make_node_key(folder, "north")
+    return folder / "node.key"
+
+
 @pytest.fixture
-def gate():
-    return Gate(None, "secret", threading.Event())
+def gate(node):
+    public = keys.public_bytes(node.with_name("node.pub"))
+    return Gate(None, "secret", "look", threading.Event(), lambda: {public: CERTIFICATE})
 
 
-def test_nodes_are_let_in_when_their_keys_are_registered(gate):
-    assert gate.refusal(scope("/v1/fleet/pull-messages"))[0] == 503
+def signed(node, path="/v1/fleet/push-messages", at=None, peer=CERTIFICATE, **more):
+    """A request of a node, as Flower's client makes it."""
+    private, _ = keys.load_node_key(node)
+    stamp = (at or datetime.datetime.now(datetime.UTC)).isoformat()
+    headers = {
+        "flwr_public_key": base64.b64encode(keys.public_bytes(node.with_name("node.pub"))).decode(),
+        "flwr_signature": base64.b64encode(private.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))).decode(),
+        "flwr_timestamp": stamp,
+    }
+    return {**scope(path, **{**headers, **more}), "state": {"peer": peer}}
+
+
+def test_nodes_are_let_in_when_their_keys_are_registered(gate, node):
+    assert gate.refusal(signed(node))[0] == 503
     gate.ready.set()
-    assert gate.refusal(scope("/v1/fleet/pull-messages")) is None
+    assert gate.refusal(signed(node)) is None
 
 
-def test_a_signed_request_passes_once(gate):
+def test_a_signed_request_passes_once(gate, node):
     gate.ready.set()
-    assert gate.refusal(scope("/v1/fleet/push-messages", flwr_signature="abc")) is None
-    assert gate.refusal(scope("/v1/fleet/push-messages", flwr_signature="abc"))[0] == 401
-    assert gate.refusal(scope("/v1/fleet/push-messages", flwr_signature="abd")) is None
+    request = signed(node)
+    assert gate.refusal(request) is None
+    assert gate.refusal(request)[0] == 401
+    assert gate.refusal(signed(node)) is None
 
 
-def test_old_signatures_are_forgotten(gate, monkeypatch):
+def test_a_signature_that_was_changed_into_another_valid_one_is_a_replay(gate, node):
+    """(r, s) and (r, n - s) both verify: a request is known by what was signed, not by its signature."""
+    gate.ready.set()
+    request = signed(node)
+    assert gate.refusal(request) is None
+    headers = dict(request["headers"])
+    r, s = decode_dss_signature(base64.b64decode(headers[b"flwr-signature"]))
+    order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+    headers[b"flwr-signature"] = base64.b64encode(encode_dss_signature(r, order - s))
+    assert "replayed" in gate.refusal({**request, "headers": list(headers.items())})[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"flwr_signature": ""},
+        {"flwr_signature": base64.b64encode(b"x" * 70).decode()},
+        {"flwr_public_key": base64.b64encode(b"a stranger").decode()},
+        {"flwr_public_key": "%%%"},
+        {"flwr_timestamp": "yesterday"},
+        {"flwr_timestamp": "2020-01-01T00:00:00+00:00"},
+        {"flwr_timestamp": "2020-01-01T00:00:00"},
+        {"peer": None},
+        {"peer": "0" * 64},
+        {"at": datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)},
+        {"at": datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)},
+        {"content_encoding": "gzip"},
+        {"transfer_encoding": "chunked"},
+    ],
+)
+def test_strangers_are_refused_before_their_body_is_read(gate, node, change):
+    gate.ready.set()
+    assert gate.refusal(signed(node, **change))[0] in (401, 415)
+    assert not gate.seen  # and nothing is remembered about them
+
+
+def test_a_revoked_node_is_outside_at_once(gate, node):
+    gate.ready.set()
+    assert gate.refusal(signed(node)) is None
+    gate.nodes = dict
+    assert "revoked" in gate.refusal(signed(node))[1]
+
+
+def test_a_body_is_read_by_nobody_before_its_sender_is_known(gate):
+    gate.ready.set()
+    sent = []
+
+    async def receive():
+        raise AssertionError("the body of a stranger was read")
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(gate(scope("/v1/fleet/push-object", content_length=str(60 << 20)), receive, send))
+    assert sent[0]["status"] == 401 and (b"connection", b"close") in sent[0]["headers"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    async def scene():
+        async def never():
+            await asyncio.sleep(60)
+
+        return await gate_module._within(never, 0.05)()
+
+    assert asyncio.run(scene()) == {"type": "http.disconnect"}
+
+
+def test_old_signatures_are_forgotten(gate, node, monkeypatch):
     gate.ready.set()
     now = time.monotonic()
     for k in range(100):
-        monkeypatch.setattr(flower_link.time, "monotonic", lambda k=k: now + 60.0 * k)
-        gate.refusal(scope("/v1/fleet/push-messages", flwr_signature=str(k)))
-    assert len(gate.seen) < 10
+        monkeypatch.setattr(gate_module.time, "monotonic", lambda k=k: now + 100.0 * k)
+        gate.refusal(signed(node))
+    assert len(gate.seen) < 10 and sum(gate.requests.values()) == len(gate.seen)
+
+
+def test_a_node_that_floods_is_bounded(gate, node, monkeypatch):
+    gate.ready.set()
+    monkeypatch.setattr(gate_module, "MOST_REQUESTS", 5)
+    answers = [gate.refusal(signed(node)) for _ in range(9)]
+    assert answers[:5] == [None] * 5 and all(answers[5:]) and len(gate.seen) == 5
 
 
 @pytest.mark.parametrize("length", ["", "-1", "many", str(1 << 31)])
@@ -65,6 +170,26 @@ def test_the_operator_has_a_token(gate):
         assert gate.refusal(scope("/v1/control/start-run", "127.0.0.1", **token))[0] == 403
     assert gate.refusal(scope("/v1/control/start-run", "127.0.0.1", coterie_operator="secret")) is None
     assert gate.refusal(scope("/v1/runtime/acquire-task", "::1")) is None
+
+
+def test_an_observer_looks_and_changes_nothing(gate):
+    for path in ("list-runs", "list-nodes"):
+        assert gate.refusal(scope(f"/v1/control/{path}", "127.0.0.1", coterie_operator="look")) is None
+    for path in ("start-run", "stop-run", "register-node", "unregister-node", "list-runs/../start-run"):
+        assert gate.refusal(scope(f"/v1/control/{path}", "127.0.0.1", coterie_operator="look"))[0] == 403
+    assert (
+        Gate(None, "", "").refusal(scope("/v1/control/list-runs", "127.0.0.1", coterie_operator=""))[0] == 403
+    )
+
+
+def test_a_bell_remembers_a_bounded_number():
+    async def scene():
+        bell = Bell()
+        for k in range(MOST_LISTENERS + 500):
+            await bell.wait(str(k).encode(), 0.0)
+        return len(bell.heard)
+
+    assert asyncio.run(scene()) == MOST_LISTENERS
 
 
 def test_a_bell_wakes_who_has_not_heard_it():

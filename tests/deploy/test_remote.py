@@ -8,6 +8,7 @@ import polars
 import pytest
 import torch
 
+from coterie import models
 from coterie._core import randomness
 from coterie._core.errors import RunError
 from coterie.algorithms import make
@@ -475,6 +476,7 @@ def test_sums_that_give_no_possible_value_are_not_used(tmp_path, kind):
 def test_answers_may_be_as_long_as_the_metrics_that_were_asked_for():
     call = Call(make("fedavg"), "deploy", 1, 0, {}, {})
     many = {"value.auc": torch.zeros(100, 2046, dtype=torch.float64)}
-    assert check(({"encoded": {}, "at": None}, many), call, 100, None, 5, sums=2046).visits == 100
+    model = models.linear().fit_to(torch.zeros(2, 5), torch.zeros(2))
+    assert check(({"encoded": {}, "at": None}, many), call, 100, None, model, sums=2046).visits == 100
     with pytest.raises(wire.WireError, match="far more than deploy declares"):
-        check(({"encoded": {}, "at": None}, many), call, 100, None, 5, sums=2)
+        check(({"encoded": {}, "at": None}, many), call, 100, None, model, sums=2)

@@ -66,7 +66,18 @@ class Live:
         self.folder = federation_folder.init(path, clients, self.roles, port=federation_folder.free_port())
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name, own in clients.items():
-            self.rows(own).write_parquet(self.table(name))
+            self.write_table(name, self.rows(own))
+
+    def write_table(self, name: str, rows: polars.DataFrame) -> None:
+        """Give a node its table, and a policy that allows small clients, all methods and many runs."""
+        from coterie.algorithms import all_algorithms
+        from coterie.deploy.policy import Policy
+
+        limits = {"runs_per_day": 10_000, "messages_per_day": 10**6, "splits": 1000}
+        few = {"min_rows": 1, "min_rows_per_statistic": 1}
+        rows.write_parquet(self.table(name))
+        policy = Policy.strict(rows, self.roles, **few, **limits, settings={}, metrics=None)
+        policy.allowing(list(all_algorithms())).write(self.table(name).parent / "policy.toml")
 
     def rows(self, clients: Sequence[str]) -> polars.DataFrame:
         """The rows of these clients; that of a single one has no client column."""
@@ -106,7 +117,9 @@ class Live:
     def start(self, name: str, words: list[str]) -> None:
         from coterie.deploy.demo import process
 
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        attackers = str(Path(__file__).parent)  # so that a server can be made to run an attacker's app
+        paths = [attackers, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         log = self.folder.path / f"{name}.log"
         self.processes[name] = self.stack.enter_context(process(words, log, environment))
 
@@ -127,7 +140,7 @@ class Live:
         JobRequest(
             out=str(self.folder.path / "runs" / name),
             algorithm={"name": algorithm.name, "settings": algorithm.settings()},
-            plan={"rounds": rounds, "select": "last", **every},
+            plan={"rounds": rounds, "select": "last", "aggregate": "mean", **every},
             nodes={node: self.folder.nodes[node] for node in nodes},
             **{"roles": self.roles.to_json(), "deadline": 20.0, "patience": PATIENCE, **more},
         ).write(job)

@@ -65,7 +65,7 @@ def test_eight_nodes_with_one_killed_in_mid_round_and_restarted(live: Live, abse
         live.kill("n3")
 
     algorithm = make("ditto", lr=0.1, batch=4)
-    job = live.job("killed", algorithm, 20, EVERYBODY, deadline=3.0, evaluate_every=0)
+    job = live.job("killed", algorithm, 20, EVERYBODY, deadline=6.0, evaluate_every=0)
     live.run(job, watch=InOrder((reached(4), kill), (reached(6), lambda: live.start_node("n3"))))
     assert live.result(job)["lost_rounds"] == 0
     missed = live.missed(job)

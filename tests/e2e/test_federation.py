@@ -52,7 +52,8 @@ def parity(live: Live) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
 def test_every_algorithm_is_the_same_on_flower(live: Live, parity: dict[str, Any], name: str) -> None:
-    here = fit(live.local(l2=0.1), make(name, batch=4), ROUNDS, evaluate_every=0)
+    method = make(name, batch=4)
+    here = fit(live.local(l2=0.1, model=method.own_model(ROUNDS)), method, ROUNDS, evaluate_every=0)
     same(live, parity[name], here, ("n0", "n1", "n2"))
     assert live.result(parity[name])["left_out"] == []
 
@@ -83,7 +84,7 @@ def test_two_shards_of_five_thousand_clients(live: Live) -> None:
     )
     for name, parity_of in (("n6", 0), ("n7", 1)):
         live.kill(name)
-        frame.filter(polars.col("who") % 2 == parity_of).write_parquet(live.table(name))
+        live.write_table(name, frame.filter(polars.col("who") % 2 == parity_of))
         live.start_shard(name)
     try:
         algorithm = make("ditto", lr=0.1)
@@ -96,7 +97,7 @@ def test_two_shards_of_five_thousand_clients(live: Live) -> None:
     finally:
         for name in ("n6", "n7"):
             live.kill(name)
-            live.rows(live.folder.nodes[name]).write_parquet(live.table(name))
+            live.write_table(name, live.rows(live.folder.nodes[name]))
             live.start_node(name)
 
 
@@ -115,7 +116,10 @@ def test_nodes_answer_from_memory(live: Live) -> None:
 
 
 def test_flowers_own_supernode_gives_the_same(live: Live) -> None:
-    """One node of three is Flower's SuperNode, which starts a process for every message."""
+    """One node of three is Flower's SuperNode, which starts a process for every message and has no certificate."""
+    certificate, config = (live.folder.path / part for part in ("nodes/n2/node.crt", "federation.toml"))
+    certificate.rename(certificate.with_suffix(".away"))
+    config.touch()
     live.kill("n2", signal.SIGTERM)  # signs out, as Flower's own cannot do for a node that was killed
     live.processes["n2"].wait()
     live.start_node("n2", "--stock")
@@ -127,6 +131,8 @@ def test_flowers_own_supernode_gives_the_same(live: Live) -> None:
         same(live, job, fit(live.local(), algorithm, 2, evaluate_every=0), ("n0", "n1", "n2"))
     finally:
         live.kill("n2")
+        certificate.with_suffix(".away").rename(certificate)
+        config.touch()
         live.start_node("n2")
 
 

@@ -159,6 +159,7 @@ class TestAFinishedOrForeignRun:
 
     def test_other_threads_are_refused_unless_anyway(self, command: Command, run: Path) -> None:
         (run / "result.json").unlink()
+        (run / "manifest.json").unlink()
         environment = json.loads((run / "environment.json").read_text())
         threads = environment["threads"]
         (run / "environment.json").write_text(json.dumps({**environment, "threads": threads + 1}))

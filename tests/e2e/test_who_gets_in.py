@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 def node_folder(live: Live, path: Path, name: str = "n0") -> Path:
     """A copy of a node's folder without its key."""
     path.mkdir(mode=0o700)
-    for file in ("ca.crt", "node.toml"):
+    for file in ("ca.crt", "node.toml", "policy.toml"):
         shutil.copy(live.folder.path / "nodes" / name / file, path / file)
     return path
 
@@ -101,7 +101,8 @@ def test_a_server_with_an_expired_certificate_gets_no_node(live: Live, tmp_path:
 def http(live: Live) -> Iterator[httpx.Client]:
     import httpx
 
-    context = ssl.create_default_context(cafile=live.folder.path / "server" / "ca.crt")
+    place = live.folder.path / "nodes" / "n0"
+    context = keys.tls_context(place / "ca.crt", place / "node.key")
     with httpx.Client(verify=context, base_url=f"https://127.0.0.1:{live.folder.port}", timeout=30) as client:
         yield client
 

@@ -1,6 +1,7 @@
 """Compressors: lossless codes, stated variance and bias, honest byte counts, and the same through every door."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -119,6 +120,10 @@ def test_infinity_and_nan_do_not_become_numbers():
 @dataclass(frozen=True)
 class Sender(Algorithm):
     """Phases that send vectors (made for tests, 2026)."""
+
+    reveals: ClassVar[dict[str, Any]] = dict.fromkeys(
+        ("send", "know", "twice", "recall", "spoil", "table"), "gradient"
+    )
 
     def send(self, client, x):
         return {"v": client.full_grad(x), "size": client.size}

@@ -13,6 +13,7 @@ from coterie import Federation, fit, models
 from coterie._core import threads
 from coterie.algorithms import make
 from coterie.algorithms.base import Algorithm
+from coterie.algorithms.cobo import PRINTED
 from coterie.engine.client import Client
 from coterie.engine.prefetch import Prefetch
 from coterie.engine.state import State
@@ -47,7 +48,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_early_replies_change_nothing(
     options: dict[str, Any], settings: dict[str, Any], early: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = make("cobo", lr=0.1, rho=1.0, rate=4.0, **settings)
+    algorithm = make("cobo", lr=0.1, rho=1.0, rate=4.0, gamma=0.01, **PRINTED, **settings)
     found = fit(federation(**options), algorithm, 5)
     expected_early = not (options.keys() & {"dropout", "loop"} or settings.keys() & {"participation"})
     assert early == (["slope"] * 4 if expected_early else [])

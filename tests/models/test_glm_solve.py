@@ -1,5 +1,8 @@
 """Minimisers against scikit-learn, numpy and the optimality condition; problems that have none."""
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from coterie import models
 from coterie._core.errors import CoterieError
+from coterie.models import solve
 from coterie.models.base import norm
 from coterie.models.solve import _solve_positive, largest_curvature, lbfgs, newton
 
@@ -260,3 +264,24 @@ def test_largest_curvature_of_known_matrices() -> None:
     torch.testing.assert_close(
         found.squeeze(-1), torch.tensor([5.0, 7.0, 0.0]).double(), rtol=1e-8, atol=1e-12
     )
+
+
+def test_patience_starts_anew_after_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step is said to make no progress: the search goes on, since no two in a row do."""
+    whole, steps = solve._descend, itertools.count()
+
+    def every_second(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        after, progress = whole(*arguments)
+        return after, progress & (next(steps) % 2 == 0)
+
+    monkeypatch.setattr(solve, "_descend", every_second)
+    scale = torch.logspace(0, 4, 12, dtype=torch.float64).unsqueeze(0)
+    found = solve.lbfgs(
+        lambda w, a: 0.5 * (a * w * w).sum(-1, keepdim=True),
+        lambda w, a: a * w,
+        torch.ones_like(scale),
+        (scale,),
+        torch.full_like(scale[:, :1], 1e-8),
+        patience=2,
+    )
+    assert bool(found.converged.all()) and next(steps) > 6

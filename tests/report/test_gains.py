@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from coterie.report.gains import interval, mean_gain, scores, verdict
+from coterie.report.facts import TestRows
+from coterie.report.gains import interval, scores, verdict
 
 
 def test_interval_of_a_share_is_wilsons() -> None:
@@ -25,68 +27,64 @@ def test_interval_of_an_error_covers_the_truth() -> None:
     assert abs(((low < 2.0) & (high > 2.0)).mean() - 0.95) < 0.012
 
 
-def test_mean_gain_is_students() -> None:
-    gain = np.array([0.1, -0.02, 0.0, 0.05, np.nan])
-    found = mean_gain(gain)
-    assert found is not None and (found.improved, found.harmed, found.same) == (2, 1, 1)
-    expected = stats.ttest_1samp(gain[:4], 0).confidence_interval(0.95)
-    assert found.low == pytest.approx(expected.low) and found.high == pytest.approx(expected.high)
-
-
-def test_gains_that_cannot_be_known() -> None:
-    assert mean_gain(np.array([np.nan])) is None
-    one = mean_gain(np.array([0.2]))
-    assert one is not None and one.low is None
-
-
 @pytest.mark.parametrize(
-    ("gain", "low", "high", "expected"),
+    ("gain", "called", "expected"),
     [
-        (0.1, 0.05, 0.2, "better"),
-        (0.1, -0.05, 0.2, "up"),
-        (-0.1, -0.3, 0.1, "down"),
-        (-0.1, -0.3, -0.01, "worse"),
-        (0.0, -0.1, 0.1, "same"),
-        (np.nan, np.nan, np.nan, "unknown"),
+        (0.1, 1, "better"),
+        (0.1, 0, "up"),
+        (-0.1, 0, "down"),
+        (-0.1, -1, "worse"),
+        (0.0, 0, "same"),
+        (np.nan, 0, "unknown"),
     ],
 )
-def test_verdicts(gain: float, low: float, high: float, expected: str) -> None:
-    assert verdict(gain, low, high) == expected
+def test_verdicts(gain: float, called: int, expected: str) -> None:
+    assert verdict(gain, called) == expected
 
 
-ROWS = np.array([10, 50])
+def shown(metric: str, task: str, values: np.ndarray, client: np.ndarray, **changes: Any) -> SimpleNamespace:
+    """What `scores` reads of a run: by default with the values of its test rows."""
+    sizes = np.bincount(client)
+    mean = np.bincount(client, values) / sizes
+    facts = {
+        "names": ["a", "b", "c"],
+        "split": "test",
+        "metric": metric,
+        "task": task,
+        "scores": np.sqrt(mean) if metric == "rmse" else mean,
+        "rows": lambda split: sizes,
+        "rows_hash": "same",
+        "test_rows": TestRows(client, np.arange(len(client)), {metric: values, "loss": values}),
+    }
+    return SimpleNamespace(**facts | changes)
 
 
-def shown(metric: str, *values: float) -> SimpleNamespace:
-    """What `scores` reads of a run."""
-    return SimpleNamespace(
-        names=["a", "b"], split="test", metric=metric, scores=np.array(values), rows=lambda split: ROWS
-    )
+def test_gains_are_paired_by_row_and_shrunken() -> None:
+    """Two models that differ little on rows that differ much: unpaired intervals would see nothing."""
+    draw = np.random.default_rng(0)
+    client = np.repeat([0, 1, 2], 50)
+    alone = 4 * draw.gamma(1.0, size=150)
+    run = shown("rmse", "regression", alone - 0.2 + 0.1 * draw.normal(size=150), client)
+    found = scores(run, shown("rmse", "regression", alone, client))
+    assert found.verdicts == ["better"] * 3 and (found.gain_low > 0).all()
+    difference = shown("rmse", "regression", alone, client).scores - run.scores
+    np.testing.assert_allclose(found.gain, difference, rtol=0.1)
+    assert found.verdict is not None and found.verdict.by_rows.sign == 1
+    spread = np.ptp(found.gain * (found.value + difference / 2))
+    assert spread < np.ptp(difference * (found.value + difference / 2)), "drawn together"
 
 
-@pytest.mark.parametrize(("metric", "sign"), [("rmse", -1), ("accuracy", 1)])
-def test_the_interval_of_a_gain_combines_both_intervals(metric: str, sign: int) -> None:
-    """The limits of a difference of two estimates, from the limits of each (Zou and Donner, 2008)."""
-    run, alone = shown(metric, 0.5, 0.9), shown(metric, 0.7, 0.6)
+def test_without_rows_clients_are_the_only_noise() -> None:
+    client = np.repeat([0, 1, 2], 50)
+    alone = shown("accuracy", "binary", np.full(150, 0.5), client, test_rows=None)
+    run = shown("accuracy", "binary", np.repeat([0.6, 0.7, 0.65], 50), client, test_rows=None)
     found = scores(run, alone)
-    for k, rows in enumerate(ROWS):
-        better, worse = (run, alone) if sign > 0 else (alone, run)
-        one, other = better.scores[k], worse.scores[k]
-        (low, high), (other_low, other_high) = limits(metric, one, rows), limits(metric, other, rows)
-        assert found.gain[k] == pytest.approx(one - other)
-        assert found.gain_low[k] == pytest.approx(
-            one - other - np.hypot(one - low, other_high - other), abs=1e-6
-        )
-        assert found.gain_high[k] == pytest.approx(
-            one - other + np.hypot(high - one, other - other_low), abs=1e-6
-        )
-        np.testing.assert_allclose(
-            [found.low[k], found.high[k]], limits(metric, run.scores[k], rows), atol=1e-6
-        )
-
-
-def limits(metric: str, value: float, rows: int) -> tuple[float, float]:
-    if metric == "accuracy":
-        found = stats.binomtest(round(value * rows), int(rows)).proportion_ci(0.95, "wilson")
-        return found.low, found.high
-    return tuple(value * np.sqrt(rows / stats.chi2.ppf(tail, rows)) for tail in (0.975, 0.025))
+    np.testing.assert_allclose(found.gain, [0.1, 0.2, 0.15])
+    assert found.verdicts == ["up"] * 3 and np.isnan(found.gain_low).all()
+    expected = stats.ttest_1samp([0.1, 0.2, 0.15], 0).confidence_interval(0.95)
+    assert found.verdict is not None
+    assert found.verdict.by_clients.low == pytest.approx(expected.low)
+    assert found.verdict.by_clients.high == pytest.approx(expected.high)
+    other = shown("accuracy", "binary", np.full(150, 0.5), client, rows_hash="another")
+    whole = shown("accuracy", "binary", np.repeat([0.6, 0.7, 0.65], 50), client)
+    assert scores(whole, other).verdicts == ["up"] * 3, "other rows are not paired"

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import coterie
 from coterie._core.errors import RunError
+from coterie.report.numbers import show_gain
 from coterie.report.page import contents, report, write_report
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ def test_a_comparison_is_scored_by_the_mean_over_its_seeds(comparison: Path) -> 
         assert shown["worst"] == f"{100 * row['worst']:.1f} %"
         if shown["label"] != "local":
             assert shown["improved"] == f"{row['improved'] / 25:.0f}"
-            assert shown["interval"].startswith(f"{100 * row['gain_low']:+.1f}".replace("-", "−"))
+            assert shown["gain"] == show_gain("loss", row["gain"], unit=False)
+            assert shown["interval"].startswith(show_gain("loss", row["gain_low"], unit=False))
     assert (
         page["main"].algorithm
         == min(
@@ -59,9 +62,11 @@ def test_a_run_alone_beside_is_found(twelve: Path) -> None:
     page = contents([twelve / "cobo"])
     assert [run.label for run in page["runs"]] == ["cobo", "local"]
     data = json.loads(str(page["data"]))
-    for k, gain in enumerate(data["runs"][0]["gain"]):
-        expected = page["runs"][0].scores[k] - page["runs"][1].scores[k]
-        assert gain == pytest.approx(expected, abs=1e-4)
+    together, alone = page["runs"]
+    gain = np.array(data["runs"][0]["gain"])
+    difference = together.scores - alone.scores
+    assert np.ptp(gain) < np.ptp(difference), "drawn together"
+    assert gain.mean() == pytest.approx(difference.mean(), abs=0.03)
 
 
 def test_without_a_run_alone_it_says_what_is_missing(tmp_path: Path, command: Command) -> None:
@@ -75,7 +80,9 @@ def test_without_a_run_alone_it_says_what_is_missing(tmp_path: Path, command: Co
     missing = command_shown[0].replace("FOLDER", str(tmp_path / "alone")).split()[1:]
     assert command(*missing).code == 0
     page = contents([tmp_path / "ditto" / "run", tmp_path / "alone"])
-    assert "Compared with training alone" in " ".join(page["summary"])
+    said = " ".join(page["summary"])
+    assert "Ditto is worse than training alone for these clients: the log-loss rises by" in said
+    assert "trained again on training and validation rows" in said
 
 
 def test_the_command_to_repeat_gives_the_same_models(tmp_path: Path, command: Command) -> None:
@@ -101,7 +108,7 @@ def test_regression_is_in_the_units_of_the_target(tmp_path: Path) -> None:
     assert "lower is better" in page["direction"]
     gains = json.loads(str(page["data"]))["runs"][0]["gain"]
     better = page["runs"][1].scores - page["runs"][0].scores
-    assert gains == pytest.approx(better.tolist(), rel=1e-3)
+    assert gains == pytest.approx(better.tolist(), abs=6), "drawn together a little, in units of the target"
     assert "<html" in report([tmp_path / "ditto"])
 
 

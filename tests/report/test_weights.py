@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie import fit
-from coterie.algorithms.cobo import CoBo
+from coterie.algorithms.cobo import PRINTED, CoBo
 from coterie.experiments.cobo_quadratic import bowls
 from coterie.report.weights import CELLS, save_weights, weights_of, weights_plot
 from coterie.train.history import History
@@ -15,7 +15,13 @@ from coterie.train.history import History
 
 def trained(**options):
     fed = bowls((2, 3, 2), d=3)
-    return fit(fed, CoBo(0.05, 0.5, 0.05, sampling="all", batch=0), 40, evaluate_every=10, **options)
+    return fit(
+        fed,
+        CoBo(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0),
+        40,
+        evaluate_every=10,
+        **options,
+    )
 
 
 def test_matrices_are_in_cluster_order_and_curves_are_shown():

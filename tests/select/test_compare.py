@@ -1,22 +1,27 @@
 import math
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
-from scipy import stats
 
 import coterie
 from coterie import compare, models
+from coterie._core import files
 from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import make
 from coterie.conformance import federation
 from coterie.engine.federation import Federation
 from coterie.report.page import contents
+from coterie.select.auto_race import every
+from coterie.select.entrants import Tuned
 from coterie.select.grid import candidates
 from coterie.select.tune import search
+from coterie.train.fit import Contestant, resume
 
 FIELDS = [
-    "algorithm", "mean", "sd", "worst", "q25", "median", "q75", "improved", "harmed", "gain_low", "gain_high",
+    "algorithm", "validation_cost", "mean", "sd", "worst", "q25", "median", "q75", "over_rows", "improved", "harmed",
+    "gain", "gain_low", "gain_high", "client_gain", "client_gain_low", "client_gain_high",
     "rounds", "mb_up", "mb_down", "seconds",
 ]  # fmt: skip
 
@@ -24,7 +29,7 @@ FIELDS = [
 @pytest.fixture(scope="module")
 def comparison():
     fed = federation((10, 20, 30, 40, 25), split=(0.6, 0.2, 0.2))
-    return compare(fed, algorithms=["ditto", "oracle"], seeds=3, rounds=12, budget=3)
+    return compare(fed, algorithms=["ditto", "oracle"], seeds=3, rounds=12, budget=3, folds=1)
 
 
 def test_baselines_are_always_there(comparison):
@@ -37,7 +42,6 @@ def test_baselines_are_always_there(comparison):
 def test_rows_are_the_summaries_of_the_clients(comparison):
     """Every number of a row, computed once more from the per-client table."""
     frame = comparison.per_client()
-    alone = frame.filter(algorithm="local").sort("seed", "client")
     for row in comparison.rows:
         mine = frame.filter(algorithm=row["algorithm"]).sort("seed", "client")
         by_client = mine.group_by("client").agg(pl.col("rmse").mean()).sort("client")["rmse"].to_numpy()
@@ -46,14 +50,70 @@ def test_rows_are_the_summaries_of_the_clients(comparison):
             by_seed.std(ddof=1)
         )
         assert row["worst"] == pytest.approx(by_client.max())
-        gain = (
-            alone.group_by("client").agg(pl.col("rmse").mean()).sort("client")["rmse"].to_numpy() - by_client
-        )
-        assert row["improved"] == pytest.approx(100 * (gain > 0).mean())
-        assert row["harmed"] == pytest.approx(100 * (gain < 0).mean())
-        if row["algorithm"] != "local":
-            low, high = stats.t.interval(0.95, 4, loc=gain.mean(), scale=stats.sem(gain))
-            assert (row["gain_low"], row["gain_high"]) == pytest.approx((low, high))
+
+
+def test_gains_are_those_of_the_same_rows(comparison):
+    """The gain over rows is the difference of root mean squares; rows that are scored thrice count once."""
+    rows = comparison.per_row()
+    alone = rows["local/rmse"].to_numpy()
+    for row in comparison.rows:
+        mine = rows[f"{row['algorithm']}/rmse"].to_numpy()
+        assert row["gain"] == pytest.approx(np.sqrt(alone.mean()) - np.sqrt(mine.mean()))
+        assert row["gain_low"] <= row["gain"] <= row["gain_high"]
+        verdict = comparison.against_alone(row["algorithm"])
+        assert verdict.judged.evidence.rows.sum() == len(alone) / 3 == rows["row"].n_unique()
+        assert row["improved"] == 100 * (verdict.called > 0).mean()
+
+
+def test_folds_score_every_row_once():
+    fed = federation((8, 9, 7, 1), split=(0.6, 0.2, 0.2))
+    result = compare(fed, algorithms=[], rounds=4, budget=1)
+    assert result.folds == 5, "the median client has two test rows"
+    rows = result.per_row()
+    assert sorted(zip(rows["client"], rows["row"], strict=True)) == [
+        (k, m) for k, size in enumerate((8, 9, 7)) for m in range((0, 8, 17)[k], (0, 8, 17)[k] + size)
+    ]
+    assert len(result.trials) == 3 * 5
+    assert compare(fed, algorithms=[], rounds=2, budget=1, folds=1).folds == 1
+    large = federation((200, 300), split=(0.6, 0.2, 0.2))
+    assert compare(large, algorithms=[], rounds=2, budget=1).folds == 1
+    for folds in (0, 2, -1):
+        with pytest.raises(SettingError, match="give 1 for a single split, or 3 or more"):
+            compare(fed, algorithms=[], rounds=2, budget=1, folds=folds)
+
+
+def test_the_winner_is_written_refitted(tmp_path):
+    fed = federation((8, 9, 7), split=(0.6, 0.2, 0.2))
+    for folds, refit in ((5, "all"), (1, "validation"), (1, "none")):
+        out = tmp_path / f"{folds}-{refit}"
+        result = compare(fed, algorithms=[], rounds=4, budget=2, folds=folds, refit=refit, out=out)
+        for name in ("local", "fedavg", "fine-tuned"):
+            seen = files.read_json(out / name / "result.json")["trained_on"]
+            assert len(seen) == (
+                {"none": 1, "validation": 2, "all": 3}[refit] if name == result.chosen() else 1
+            )
+            run = resume(out / name, fed)
+            stored = files.read_tensors(out / name / "models" / "models.safetensors")[0]["personal"]
+            assert torch.equal(run.personal, stored)
+
+
+def test_given_settings_are_not_tuned():
+    fed = federation((20, 30), split=(0.6, 0.2, 0.2))
+    given = {"ditto": {"lam": "0.25"}, "local": {"steps": 2}}
+    result = compare(fed, algorithms=["ditto"], rounds=3, budget=6, settings=given)
+    for trial in result.trials:
+        settings = trial.run.algorithm.settings()
+        assert trial.algorithm != "ditto" or settings["lam"] == 0.25
+        assert trial.algorithm != "local" or settings["steps"] == 2
+    with pytest.raises(SettingError, match="settings for cobo, which is not compared"):
+        compare(fed, algorithms=[], rounds=1, settings={"cobo": {"rho": 1}})
+
+
+def test_hierarchical_needs_no_known_clusters():
+    xs = [torch.randn(30, 2, dtype=torch.float64) for _ in range(3)]
+    fed = Federation.from_arrays(xs, [x.sum(1) for x in xs], models.linear(), split=(0.6, 0.2, 0.2))
+    result = compare(fed, algorithms=["hierarchical"], rounds=2, budget=1)
+    assert result.of("hierarchical")[0].run.algorithm.grouping == "one"
 
 
 def test_traffic_counts_up_to_the_deployed_round(comparison):
@@ -74,7 +134,7 @@ def test_tuning_never_looks_at_test_rows(monkeypatch):
     monkeypatch.setattr(Federation, "score", counting)
     fed = federation((10, 20), split=(0.6, 0.2, 0.2))
     monkeypatch.setattr(Federation, "evaluate", _only_validation(Federation.evaluate))
-    compare(fed, algorithms=[], seeds=2, rounds=3, budget=4)
+    compare(fed, algorithms=[], seeds=2, rounds=3, budget=4, folds=1)
     assert looks.count("test") == 3 * 2
 
 
@@ -86,16 +146,20 @@ def _only_validation(evaluate):
     return guarded
 
 
-def test_the_chosen_settings_have_the_lowest_validation_loss():
+def test_the_chosen_settings_win_every_heat():
+    """After a ninth and a third of the rounds the best third goes on; of these the lowest validation loss wins."""
     fed = federation((20, 30, 25), split=(0.6, 0.2, 0.2))
-    result = compare(fed, algorithms=["ditto"], seeds=1, rounds=8, budget=5)
+    result = compare(fed, algorithms=["ditto"], rounds=18, budget=9, folds=1)
     trial = next(trial for trial in result.trials if trial.algorithm == "ditto")
-    losses = {}
-    for candidate in candidates(make("ditto"), 5):
-        run = coterie.fit(fed.fresh(0), candidate, 8, select="best")
-        losses[candidate] = float(run.score("validation", "loss").nanmean())
-    assert trial.run.algorithm == min(losses, key=losses.get)
-    assert trial.validation_cost == pytest.approx(min(losses.values()))
+    runs = [Contestant(fed.fresh(0), candidate, 18, every(18)) for candidate in candidates(make("ditto"), 9)]
+    for stop, keep in ((2, 3), (6, 1), (18, 1)):
+        for run in runs:
+            run.advance(stop)
+        runs = sorted(runs, key=lambda run: run.cost)[:keep]
+    assert trial.run.algorithm == runs[0].algorithm
+    assert trial.validation_cost == pytest.approx(runs[0].cost)
+    assert torch.equal(trial.run.personal, runs[0].finish().personal)
+    assert Tuned(make("ditto"), 9).cost(18) == 9 * 2 + 3 * 4 + 1 * 12
 
 
 def test_candidates_are_distinct_declared_and_no_more_than_the_budget():
@@ -114,10 +178,10 @@ def test_candidates_are_distinct_declared_and_no_more_than_the_budget():
     assert len(other) == len(set(other)) == 8 and {candidate.lr for candidate in other} == {1.0, 2.0}
 
 
-def test_a_single_client_has_no_interval():
+def test_a_single_client_is_judged_by_its_rows():
     result = compare(federation((40,), split=(0.6, 0.2, 0.2)), algorithms=[], seeds=1, rounds=3, budget=2)
-    assert result.rows[1]["gain_low"] is None and not math.isnan(result.rows[1]["mean"])
-    assert "training alone" in result.verdict()
+    assert result.rows[1]["gain_low"] < result.rows[1]["gain_high"] and not math.isnan(result.rows[1]["mean"])
+    assert "training alone" in result.verdict() and "average client" not in result.verdict()
 
 
 def test_clients_without_test_rows_are_not_scored():
@@ -158,23 +222,31 @@ def patients():
 
 def test_a_metric_chooses_settings_and_rounds_and_is_reported(patients):
     """On validation rows settings, round and method; on test rows what is told. A one-class client has no AUC."""
-    result = compare(patients, algorithms=["ditto"], seeds=1, rounds=10, budget=4, metric="auc")
+    result = compare(patients, algorithms=["ditto"], rounds=10, budget=4, metric="auc", folds=1)
     assert result.metric == "auc" and result.json()["metric"] == "auc (higher is better)"
     best = {}
     for trial in result.trials:
         tried = {}
         for candidate in candidates(make(trial.algorithm), 4):
-            run = coterie.fit(patients.fresh(0), candidate, 10, select="best", metric="auc", score_test=False)
+            run = coterie.fit(
+                patients.fresh(0),
+                candidate,
+                10,
+                evaluate_every=1,
+                select="best",
+                metric="auc",
+                score_test=False,
+            )
             tried[candidate] = float(run.score("validation", "auc").nanmean())
-        assert tried[trial.run.algorithm] == max(tried.values()) == -trial.validation_cost
-        best[trial.algorithm] = max(tried.values())
+        assert tried[trial.run.algorithm] == -trial.validation_cost >= sorted(tried.values())[1]
+        best[trial.algorithm] = -trial.validation_cost
         torch.testing.assert_close(trial.test, trial.run.score("test", "auc"), equal_nan=True)
         assert trial.test[4].isnan() and not trial.test[:4].isnan().any()
     assert best[result.chosen()] == max(best.values())
     for row in result.rows:
         values = next(trial.test for trial in result.trials if trial.algorithm == row["algorithm"])[:4]
         assert row["mean"] == pytest.approx(float(values.mean())) and row["worst"] == float(values.min())
-    by_loss = compare(patients, algorithms=["ditto"], seeds=1, rounds=10, budget=4)
+    by_loss = compare(patients, algorithms=["ditto"], rounds=10, budget=4, folds=1)
     assert by_loss.metric == "accuracy"
     assert [t.run.algorithm for t in by_loss.trials] != [t.run.algorithm for t in result.trials]
 

@@ -138,6 +138,7 @@ def test_a_metric_decides_instead_of_the_loss() -> None:
         assert found.json()[f"validation_{metric}"] == found.score
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_metric_and_repeats_it(tmp_path: Path) -> None:
     command = "tune heart_disease --client hospital --target sick --algorithm ditto --trials 2 --rounds 2"
     metric = ["--metric", "auc", "--jobs", "2", "--out", str(tmp_path / "study")]

@@ -276,3 +276,15 @@ def test_simulation_of_all_nine_estimators(correlation):
 @pytest.mark.parametrize(("correlation", "limits"), [(0.0, LIMITS), (0.5, CORRELATED)])
 def test_simulation_at_400_features(correlation, limits):
     check_simulation(World(correlation=correlation), 30, seed=0, limits=limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_simulation_of_flix_ditto_and_first_order_maml_at_400_features(correlation):
+    world = World(clients=400, correlation=correlation)
+    found, predicted = monte_carlo.simulate(world, 30, 0), world.predicted()
+    for name in set(monte_carlo.BEYOND) & set(predicted):
+        ours, theory = found[name], predicted[name]
+        assert abs(ours.bias - theory.bias) <= 3 * ours.bias_error, (name, ours, theory)
+        assert abs(ours.variance - theory.variance) <= 3 * ours.variance_error, (name, ours, theory)
+        assert abs(ours.bias - theory.bias) <= 0.02 and abs(ours.variance - theory.variance) <= 0.006, name

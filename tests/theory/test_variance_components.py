@@ -9,10 +9,9 @@ from scipy.stats import multivariate_normal
 
 from coterie._core.errors import DataError, SettingError
 from coterie.data.generate import hierarchical_linear
+from coterie.theory.mixed_likelihood import deviance, maximum_likelihood
 from coterie.theory.variance_components import (
     Sums,
-    deviance,
-    maximum_likelihood,
     moments,
     pattern,
 )

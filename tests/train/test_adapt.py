@@ -16,6 +16,7 @@ from torch import Tensor
 import coterie
 from coterie._core.errors import DataError, RunError
 from coterie.algorithms import all_algorithms, make
+from coterie.algorithms.cobo import PRINTED
 from coterie.data import bundled, tables
 from coterie.engine.state import State
 from coterie.train.adapt import _step_size, adapt, collaborators, load_state, personal_models
@@ -64,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "fine-tuned": make("fine-tuned", batch=0, tuning_steps=7),
         "ditto": make("ditto", batch=0, lam=0.7, lr=0.3),
         "ifca": make("ifca", clusters=3, restarts=5, trial=5),
-        "cobo": make("cobo", gamma=0.1, sampling="all"),
+        "cobo": make("cobo", **{**PRINTED, "gamma": 0.1, "sampling": "all"}),
         "pfl-tc": make("pfl-tc", clusters=3),
     }
     for name, method in methods.items():
@@ -170,8 +171,9 @@ def test_the_others_stay_as_they_were(trained: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
 def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
     table = clinics(6, 30, seed=1)
-    fed = coterie.Federation.from_table(table, "clinic", "y", cluster="kind")
-    coterie.fit(fed, make(name), rounds=3, out=tmp_path / "run")
+    method = make(name)
+    fed = coterie.Federation.from_table(table, "clinic", "y", cluster="kind", model=method.own_model(3))
+    coterie.fit(fed, method, rounds=3, out=tmp_path / "run")
     found = adapt(tmp_path / "run", clinics(2, 12, seed=2, first=6))
     assert torch.isfinite(found.models).all() and found.models.shape == (2, fed.d)
     assert len(found.how) == 2 and found.frame().height == 2

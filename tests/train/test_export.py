@@ -112,6 +112,19 @@ def test_torchscript(runs: dict[str, Path], kind: str, model: str, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize("kept", [["age", "score"], ["colour"]], ids=["numbers only", "texts only"])
+def test_torchscript_of_one_kind_of_column(kept: list[str], tmp_path: Path, write_table: WriteTable) -> None:
+    table = polars.read_csv(write_table(tmp_path / "table.csv", "binary")).select("site", *kept, "y")
+    coterie.fit(coterie.Federation.from_table(table, "site", "y"), "ditto", rounds=2, out=tmp_path / "run")
+    path = export(tmp_path / "run", "south", "torchscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.jit.load(str(path))
+    given = {name: torch.from_numpy(numbers(name)) for name in kept if name != "colour"}
+    found = module(given, {name: texts(name) for name in kept if name == "colour"})
+    np.testing.assert_allclose(found.numpy(), expected(tmp_path / "run")[0], atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_csv_by_hand(runs: dict[str, Path], kind: str, tmp_path: Path) -> None:
     run = runs[f"{kind} linear"]
@@ -119,6 +132,10 @@ def test_csv_by_hand(runs: dict[str, Path], kind: str, tmp_path: Path) -> None:
     with open(path, newline="", encoding="utf-8") as stream:
         lines = list(csv.DictReader(stream))
     outputs = list(dict.fromkeys(line["output"] for line in lines))
+    listed: dict[str, set[str]] = {}
+    for line in lines:
+        listed.setdefault(line["column"], set()).update([line["level"]] if line["kind"] == "level" else [])
+    assert listed["region"] == {"cold"}  # "warm" is at one client only, and no exported model names it
     scores = np.zeros((5, len(outputs)))
     for line in lines:
         k, weight = outputs.index(line["output"]), float(line["coefficient"])
@@ -131,6 +148,9 @@ def test_csv_by_hand(runs: dict[str, Path], kind: str, tmp_path: Path) -> None:
                     "number": lambda v=value, one=line: float(one["if_missing"]) if v is None else v,
                     "missing": lambda v=value: float(v is None),
                     "level": lambda v=value, one=line: float(v == one["level"]),
+                    "other": lambda v=value, one=line: float(
+                        v is not None and v not in listed[one["column"]]
+                    ),
                 }[line["kind"]]()
             )
     link = lines[0]["link"]
@@ -165,6 +185,12 @@ def test_safetensors_by_hand(runs: dict[str, Path], kind: str, tmp_path: Path) -
             features[:, k] = [value is None for value in values]
         else:
             column, _, level = name.partition("=")
+            if level == "other":
+                there = {
+                    other.partition("=")[2] for other in note["features"] if other.startswith(f"{column}=")
+                }
+                features[:, k] = [value is not None and value not in there for value in NEW[column]]
+                continue
             features[:, k] = [value == level for value in NEW[column]]
     score = features @ weight[0] + bias[0]
     if units is not None:
@@ -193,7 +219,7 @@ def test_a_column_called_prediction_is_only_an_input(tmp_path: Path) -> None:
         "prediction": [float(k % 7) for k in range(40)],
         "classes": ["u", "v"] * 20,
     }
-    table["y"] = [2.5 * value for value in table["prediction"]]
+    table["y"] = [2.5 * value + (k % 3) for k, value in enumerate(table["prediction"])]
     coterie.fit(coterie.Federation.from_table(table, "c", "y"), "local", rounds=1, out=tmp_path / "run")
     assert export(tmp_path / "run", None, "onnx").exists()
 

@@ -1,9 +1,10 @@
-"""What TensorBoard and MLflow are given is what the run recorded."""
+"""What TensorBoard, MLflow and Weights & Biases are given is what the run recorded."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from coterie._core.errors import SettingError
 from coterie.algorithms import make
 from coterie.engine.federation import Federation
 from coterie.select.fit import fit
-from coterie.train.track import numbers
+from coterie.train.track import WandB, numbers
 
 
 def federation(clients: int = 3) -> Federation:
@@ -82,6 +83,33 @@ def test_mlflow_has_parameters_metrics_and_the_folder(
     )
     assert "validation/accuracy/clinic 1_" in found.data.metrics
     assert {"config.toml", "metrics.parquet", "models"} <= kept
+
+
+@pytest.mark.slow
+def test_wandb_keeps_settings_and_curves_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tracked = WandB(None)
+        seen: list[dict[str, float]] = []
+        begin = tracked.begin
+
+        def listen(*arguments: Any) -> None:
+            monkeypatch.chdir(tmp_path)
+            begin(*arguments)
+            log = tracked._run.log
+            monkeypatch.setattr(tracked._run, "log", lambda values: (seen.append(values), log(values)))
+
+        monkeypatch.setattr(tracked, "begin", listen)
+        run = fit(federation(), make("ditto", lam=0.3), 4, evaluate_every=2, track=tracked)
+        assert tracked._run.config["lam"] == 0.3
+    rounds, values = run.history.curve("validation", "loss")
+    assert {one["round"]: one["validation/loss/mean"] for one in seen} == pytest.approx(
+        dict(zip(rounds, values, strict=True))
+    )
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_unknown_trackers_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

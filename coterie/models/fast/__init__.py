@@ -15,6 +15,9 @@ commas leaves only those on.
 | client gradient | `Network.grad` | model, w [d], x, y, weight: the gradient of one client |
 | statistics | `client.full_grad`, `loss`, `solve` | model, rows: sums over rows that replace the rows |
 | group norm | blocks of `resnet9` | images, channels, groups, pool: norm, rectifier and pool at once |
+| tree leaves | `histograms.assign` | binned rows, then splits: the leaf of each row |
+| tree walk | `tree_walk.leaves` | rows, then the tables of `Walk`: the leaf of each row in finished trees |
+| tree histograms | `histograms.histograms` | binned rows, then derivatives, leaves, nodes: sums by feature and bin |
 | descent | `client.descent` | statistics, step sizes: many full-batch steps at once |
 """
 
@@ -38,6 +41,7 @@ from coterie.models.fast import (
     parallel_clients,
     quadratic_descent,
     row_statistics,
+    tree_kernel,
     vmap,
 )
 
@@ -92,6 +96,9 @@ PATHS = (
     FastPath("cuda-graphs", "gradient", cuda_graphs.supports, cuda_graphs.run, family="captured"),
     FastPath("group-norm", "group norm", group_norm.takes, group_norm.normalised),
     FastPath("row-statistics", "statistics", row_statistics.supports, row_statistics.run),
+    FastPath("tree-kernel", "tree leaves", tree_kernel.supports, tree_kernel.leaves),
+    FastPath("tree-kernel", "tree walk", tree_kernel.supports_walk, tree_kernel.walk),
+    FastPath("tree-kernel", "tree histograms", tree_kernel.supports, tree_kernel.histograms),
     FastPath("quadratic-descent", "descent", quadratic_descent.supports, quadratic_descent.run),
 )
 
@@ -106,6 +113,7 @@ def explain(name: str) -> str:
     plain = {
         "plain steps": "local SGD, one gradient for each step",
         "loop": "gradients of one client after the other",
+        "plain histograms": "histograms of boosted trees in torch",
     }
     return plain.get(name) or next((path.summary for path in PATHS if path.name == name), name)
 

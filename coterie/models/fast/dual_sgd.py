@@ -46,7 +46,12 @@ def in_parts(model: Model, rows: Rows) -> bool:
 
 def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
     """Return True if clients have at most `drawn` rows, and inner products take no more memory than rows."""
-    if not isinstance(model, Glm) or (model.l2 and model.intercept) or rows.augment is not None:
+    if (
+        type(model) not in LOSSES
+        or not isinstance(model, Glm)
+        or (model.l2 and model.intercept)
+        or rows.augment is not None
+    ):
         return False
     total, clients = rows.x.shape[0], len(rows)
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie.models.metrics.metric import TASKS, Metric, ScoredRows
-from coterie.models.metrics.over_rows import client_sums
+from coterie.models.metrics.over_rows import client_sums, row_values
 from coterie.models.metrics.registry import LOSS, find, lookup, main_metric, names, register, resolve
 from coterie.models.metrics.regression import quantile_loss
 
@@ -20,4 +20,5 @@ __all__ = [
     "quantile_loss",
     "register",
     "resolve",
+    "row_values",
 ]

@@ -37,6 +37,8 @@ class ScoredRows:
         Numbers, or labels 0..C-1, [..., B].
     weight
         Row weights, [..., B], which sum to one for a client with rows.
+    losses
+        Losses of the rows, [..., B], where they are not those of the task.
 
     Examples
     --------
@@ -51,6 +53,7 @@ class ScoredRows:
     scores: Tensor
     targets: Tensor
     weight: Tensor
+    losses: Tensor | None = None
 
     def mean(self, *values: Tensor) -> Tensor:
         """Return the weighted mean over rows of each of k values [..., B], together [..., k]."""
@@ -72,7 +75,9 @@ class ScoredRows:
 
     @functools.cached_property
     def row_loss(self) -> Tensor:
-        """Half the squared error, or the log-loss of the right class, [..., B]."""
+        """Half the squared error, or the log-loss of the right class, [..., B], unless the model has its own loss."""
+        if self.losses is not None:
+            return self.losses
         if self.task == "regression":
             return 0.5 * self.error * self.error
         if self.task == "language":
@@ -192,6 +197,22 @@ class Metric:
     def sign(self) -> float:
         """1 if higher is better, else -1: `sign` times a difference is a gain."""
         return 1.0 if self.higher_is_better else -1.0
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the value is a mean over rows or its square root, so that rows can be compared one by one."""
+        return self.finish is itself or self.is_root
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the value is the square root of a mean over rows."""
+        return self.finish is torch.sqrt
+
+    def by_row(self, rows: ScoredRows) -> Tensor:
+        """Return the value of every row by itself, [..., B], squared where the metric is a root; needs `is_mean`."""
+        alone = torch.ones_like(rows.weight).unsqueeze(-1)
+        single = ScoredRows(rows.task, rows.scores.unsqueeze(-2), rows.targets.unsqueeze(-1), alone)
+        return self.sums(single).squeeze(-1)
 
     def cost(self, value: float) -> float:
         """Return the value so that lower is better."""

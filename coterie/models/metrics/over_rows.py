@@ -1,10 +1,12 @@
-"""Sums of metrics over the rows of one split, for a stack of models."""
+"""Sums of metrics over the rows of one split, and their values row by row, for a stack of models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from coterie._core import broadcast
@@ -40,3 +42,17 @@ def client_sums(
             result[metric.name] = nothing.expand(*lead, -1).clone()
     result["rows"] = size.unsqueeze(-1).to(w.dtype)
     return result
+
+
+def row_values(model: Model, w: Tensor, rows: Rows, metrics: Sequence[Metric]) -> dict[str, Tensor]:
+    """Return each metric of every row, [rows], client after client; the metrics are means over rows (`is_mean`)."""
+    single = [replace(metric, sums=metric.by_row) for metric in metrics]
+    found = {metric.name: torch.full((len(rows.y),), torch.nan, dtype=torch.float64) for metric in metrics}
+    for place, batch in rows.full(None) if rows.largest > 0 else ():
+        part = w if place is None else broadcast.index(w, place)
+        start = rows.start if place is None else rows.start[place]
+        position = (start.unsqueeze(-1) + torch.arange(batch.weight.shape[-1], device=start.device)).cpu()
+        real = (batch.weight > 0).cpu()
+        for name, value in model.measure(part, batch.x, batch.y, batch.weight, single).items():
+            found[name][position[real]] = value.cpu().double()[real]
+    return found

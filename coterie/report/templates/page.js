@@ -34,7 +34,7 @@
   const run = () => data.runs[state.run];
   const alone = () => (data.alone === null ? null : data.runs[data.alone]);
   const columns = [
-    { key: "name", title: "Client", value: (k) => data.names[k], left: true },
+    { key: "name", title: data.client_column ? `Client (${data.client_column})` : "Client", value: (k) => data.names[k], left: true },
     { key: "rows", title: "Training rows", value: (k) => data.rows.train[k], text: (v) => v.toLocaleString("en"), when: () => data.rows !== null },
     { key: "alone", title: "Alone", value: (k) => alone().value[k], text: show, when: () => gains },
     { key: "value", title: () => run().label, value: (k) => run().value[k], text: show },
@@ -103,7 +103,9 @@
   const most = Math.max(...data.runs.flatMap((one) => one.high.concat(one.value)).filter((v) => v !== null), 1e-12);
   const renderCard = (k) => {
     const card = element("li", undefined, "card");
-    card.append(element("h3", data.names[k]));
+    const heading = element("h3", data.names[k]);
+    if (data.client_column) heading.prepend(element("span", data.client_column + ": ", "quiet"));
+    card.append(heading);
     if (data.rows) card.append(element("p", `Rows: ${data.rows.train[k]} training, ${data.rows.validation[k]} validation, ${data.rows.test[k]} test`, "quiet"));
     if (data.clusters) card.append(element("p", "Known cluster: " + data.clusters[k], "quiet"));
     data.runs.forEach((one, index) => {
@@ -218,8 +220,8 @@
     if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, themed(item, known)]));
     return value;
   };
-  const layoutOf = (panel, known, width) => {
-    const narrow = width < 520;
+  const layoutOf = (panel, known, place) => {
+    const narrow = place.clientWidth < 520;
     const layout = themed(panel.layout, known);
     for (const side of ["xaxis", "yaxis"]) {
       layout[side] = Object.assign({ gridcolor: known.$grid, linecolor: known.$line, zerolinecolor: known.$muted }, layout[side]);
@@ -227,7 +229,7 @@
     return Object.assign({
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: known.$text, family: "system-ui, sans-serif", size: narrow ? 11 : 13 },
-      margin: { l: 50, r: 15, t: 15, b: 45 }, height: panel.height, autosize: true,
+      margin: { l: 50, r: 15, t: 15, b: 45 }, height: place.clientHeight, autosize: true,
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       hoverlabel: { bgcolor: known.$background, bordercolor: known.$muted, font: { color: known.$text } },
       dragmode: narrow ? false : "zoom",
@@ -246,7 +248,9 @@
     const known = tokens();
     const panel = data.panels[place.dataset.panel];
     drawn.add(place);
-    return Plotly.react(place, themed(panel.data, known), layoutOf(panel, known, place.clientWidth), config)
+    const height = Math.round(panel.height * (root.classList.contains("paper") ? 0.78 : 1));
+    place.style.height = height + "px";
+    return Plotly.react(place, themed(panel.data, known), layoutOf(panel, known, place), config)
       .then(() => place.setAttribute("data-drawn", root.dataset.theme));
   };
   const charts = [...document.querySelectorAll(".chart")];
@@ -271,18 +275,25 @@
   byId("theme").addEventListener("click", () => { asked = true; setTheme(root.dataset.theme === "dark" ? "light" : "dark"); });
   for (const place of charts) watcher.observe(place);
 
-  /* On paper: light colours, all charts, many rows. */
+  /* On paper: light colours, all charts, many rows. "?print" shows the page like this from the start. */
   let before = null;
   let opened = [];
-  window.addEventListener("beforeprint", () => {
+  const prepare = () => {
     before = root.dataset.theme;
-    opened = [...document.querySelectorAll("details.repeat:not([open])")];
+    opened = [...document.querySelectorAll("details.repeat:not([open]), details.client:not([open])")];
     for (const one of opened) one.open = true;
+    state.view = "table";
     setTheme("light");
     render(true);
     for (const place of charts) if (place.clientWidth) draw(place);
-  });
+  };
+  if (location.search === "?print") {
+    root.classList.add("paper");
+    prepare();
+  }
+  window.addEventListener("beforeprint", () => { if (!root.classList.contains("paper")) prepare(); });
   window.addEventListener("afterprint", () => {
+    if (root.classList.contains("paper")) return;
     for (const one of opened) one.open = false;
     setTheme(before);
     render();

@@ -14,6 +14,7 @@ from coterie import fit, models
 from coterie._core import native, threads
 from coterie._core.errors import DataError
 from coterie.algorithms import make
+from coterie.algorithms.cobo import PRINTED
 from coterie.engine.federation import Federation
 from coterie.models.fast import mlp_kernel
 from coterie.models.network import Network
@@ -176,7 +177,7 @@ def test_cobo_trains_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
             model=models.mlp(hidden=(20,), stacked=True),
             names=[str(k) for k in range(12)],
         )
-        run = fit(fed, make("cobo", lr=0.1, rho=1.0, gamma=0.1, rate=6.0), 15, evaluate_every=0)
+        run = fit(fed, make("cobo", lr=0.1, rho=1.0, gamma=0.1, rate=6.0, **PRINTED), 15, evaluate_every=0)
         return run.personal, run.state.weights
 
     with_c = trained()

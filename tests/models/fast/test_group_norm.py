@@ -72,6 +72,7 @@ def test_is_what_torch_computes_on_a_gpu() -> None:
     check("cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_is_what_torch_computes() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}

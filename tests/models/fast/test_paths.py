@@ -62,6 +62,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: federation(models.linear(l2=0.1)),
         {"name": "async-l2gd", "batch": 0, "lr": 0.01, "lambda_": 0.1, "gamma": 0.1},
     ),
+    "tree-kernel": (
+        lambda: federation(models.trees(trees=4, leaves=3, objective="multiclass", classes=3)),
+        {"name": "trees", "leaves": 3},
+    ),
 }
 
 

@@ -1,0 +1,257 @@
+"""Fit the advisor's calibration on the worlds of DEVELOP, or judge it on those of FRESH.
+
+python -m benchmarks.advisor_calibration fit                  # prints the constants of coterie/select/calibration.py
+python -m benchmarks.advisor_calibration judge --out FOLDER   # writes calibration.json, .md and .svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.advisor_worlds import DEVELOP, FRESH, KINDS, KnownWorld, draw_world
+from coterie.select import calibration
+from coterie.select.advice import METHODS, SHARED, Advice, conclude
+from coterie.select.survey import Findings, Survey
+
+COVERED = (0.045, 0.955)  # quantiles that are fitted
+COLOURS = {"sharing": "#2ca02c", "federation": "#1f77b4", "client": "#d62728"}
+FAMILY = np.array([name in SHARED for name in METHODS])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A world, what the survey found and advised there, and the true errors beyond the noise."""
+
+    world: KnownWorld
+    findings: Findings
+    advice: Advice
+    risks: Tensor  # [n, methods]
+
+    @property
+    def mean(self) -> np.ndarray:
+        """True error of every method, mean over clients."""
+        return np.asarray(self.risks.mean(0))
+
+
+def look(kind: str, seed: int) -> Judged:
+    """Draw a world, ask the advisor and compute the truth."""
+    world = draw_world(kind, seed)
+    fed = world.federation().fresh()
+    fed.enter_round(0, None)
+    found = Survey().carry_out(fed)
+    advice = conclude(fed, found)
+    return Judged(world, found, advice, world.advised_risks(advice))
+
+
+def fit(judged: list[Judged]) -> dict[str, Any]:
+    """Fit quantiles of the log errors of predicted risks, and logistic models of being right."""
+    from sklearn.linear_model import LogisticRegression, QuantileRegressor
+
+    bounds, parts = {}, [_parts(one) for one in judged]
+    weight = np.concatenate([[1 / len(one.risks)] * len(one.risks) for one in judged])
+    for k, name in enumerate(METHODS):
+        x = np.concatenate([features[:, k] for features, _ in parts])
+        y = np.concatenate([errors[:, k] for _, errors in parts])
+        ends = [QuantileRegressor(quantile=q, alpha=1e-4).fit(x, y, sample_weight=weight) for q in COVERED]
+        bounds[name] = tuple(tuple(round(float(v), 3) for v in (one.intercept_, *one.coef_)) for one in ends)
+
+    def logistic(x: list[float], y: list[bool]) -> tuple[float, float]:
+        found = LogisticRegression(C=1e6).fit(np.array(x)[:, None], y)
+        return round(float(found.intercept_[0]), 3), round(float(found.coef_[0, 0]), 3)
+
+    share = logistic(
+        [calibration.evidence(one.findings) for one in judged],
+        [bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min()) for one in judged],
+    )
+    leads, right, own_leads, own_right = [], [], [], []
+    for one in judged:
+        predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1).numpy()
+        family = FAMILY == bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min())
+        leads.append(calibration.lead(predicted.mean(0)[family]))
+        right.append(bool(one.mean[family].argmin() == predicted.mean(0)[family].argmin()))
+        for mine, truth in zip(predicted, np.asarray(one.risks), strict=True):
+            own_leads.append(calibration.lead(mine[family]))
+            own_right.append(bool(truth[family].argmin() == mine[family].argmin()))
+    return {
+        "BOUNDS": bounds, "SHARE": share, "WITHIN": logistic(leads, right),
+        "WITHIN_CLIENT": logistic(own_leads, own_right),
+    }  # fmt: skip
+
+
+def _parts(one: Judged) -> tuple[np.ndarray, np.ndarray]:
+    """Features [n, methods, 5] and log errors [n, methods] of the predicted risks."""
+    predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1)
+    features, resolution = calibration.features(one.findings, predicted)
+    error = torch.log((one.risks + resolution) / (predicted + resolution))
+    return np.asarray(features), np.asarray(error)
+
+
+def summary(judged: list[Judged]) -> dict[str, Any]:
+    """Coverage, right recommendations, extra errors and the reliability of probabilities, by kind and in all."""
+    found: dict[str, Any] = {}
+    for kind in (*dict.fromkeys(one.world.kind for one in judged), "all"):
+        some = [one for one in judged if kind in ("all", one.world.kind)]
+        covered = {
+            name: float(np.mean([np.mean(_covers(one, k)) for one in some])) for k, name in enumerate(METHODS)
+        }
+        extra = [_extra(one, one.advice.method) for one in some]
+        rtfa = [_extra(one, "rtfa") for one in some]
+        right = [one.mean.argmin() == METHODS.index(one.advice.method) for one in some]
+        sure = [one.advice.sure for one in some]
+        firm = [_family(one) for one in some if one.advice.sure]
+        found[kind] = {
+            "worlds": len(some),
+            "coverage": covered,
+            "covered": float(np.mean(list(covered.values()))),
+            "best named": float(np.mean(right)),
+            "mean stated probability": float(np.mean([one.advice.probability for one in some])),
+            "sure": float(np.mean(sure)),
+            "right family where sure": float(np.mean(firm)) if firm else 1.0,
+            "extra error, 90th percentile": float(np.quantile([e for e, _ in extra], 0.9)),
+            "extra error beyond noise, 90th percentile": float(np.quantile([e for _, e in extra], 0.9)),
+            "always rtfa: best": float(np.mean([one.mean.argmin() == METHODS.index("rtfa") for one in some])),
+            "always rtfa: extra error, 90th percentile": float(np.quantile([e for e, _ in rtfa], 0.9)),
+            "always rtfa: extra error beyond noise, 90th percentile": float(
+                np.quantile([e for _, e in rtfa], 0.9)
+            ),
+        }
+    found["reliability"] = reliability(judged)
+    return found
+
+
+def _covers(one: Judged, k: int) -> np.ndarray:
+    low, high = one.advice.intervals[METHODS[k]].unbind(1)
+    return np.asarray((low <= one.risks[:, k]) & (one.risks[:, k] <= high))
+
+
+def _extra(one: Judged, method: str) -> tuple[float, float]:
+    """Extra error of a method over the best: of all of the error, and of what is beyond the noise."""
+    noise, mine = float(one.world.noise.square().mean()), one.mean[METHODS.index(method)]
+    return float((mine + noise) / (one.mean.min() + noise) - 1), float(mine / one.mean.min() - 1)
+
+
+def _family(one: Judged) -> bool:
+    """Whether it is right to share, or not."""
+    return bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min()) == (one.advice.method in SHARED)
+
+
+def reliability(judged: list[Judged]) -> dict[str, list[dict[str, float]]]:
+    """Stated probability, share that was right and its standard error, in bins, for federations and for clients."""
+    pairs: dict[str, list[tuple[float, bool]]] = {"sharing": [], "federation": [], "client": []}
+    for one in judged:
+        pairs["sharing"].append((max(one.advice.sharing, 1 - one.advice.sharing), _family(one)))
+        pairs["federation"].append(
+            (one.advice.probability, one.mean.argmin() == METHODS.index(one.advice.method))
+        )
+        best = one.risks.argmin(1)
+        for k, name in enumerate(one.advice.methods):
+            right = int(best[k]) == METHODS.index(name)
+            pairs["client"].append((float(one.advice.client_probabilities[k]), right))
+    bins: dict[str, list[dict[str, float]]] = {}
+    for name, values in pairs.items():
+        bins[name] = []
+        for low, high in ((0, 0.5), (0.5, 0.7), (0.7, 0.8), (0.8, 0.9), (0.9, 0.95), (0.95, 1.01)):
+            inside = [(p, r) for p, r in values if low <= p < high]
+            if len(inside) >= 5:
+                share = float(np.mean([r for _, r in inside]))
+                error = math.sqrt(max(share * (1 - share), 1e-4) / len(inside))
+                stated = float(np.mean([p for p, _ in inside]))
+                bins[name].append({"stated": stated, "right": share, "error": error, "count": len(inside)})
+    return bins
+
+
+def diagram(bins: dict[str, list[dict[str, float]]]) -> str:
+    """Draw the reliability diagram as SVG: stated probability across, share that was right up."""
+    size, edge = 320, 44
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size + 2 * edge} {size + 2 * edge}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<path d="M{edge} {edge + size}L{edge + size} {edge}" stroke="#999" stroke-dasharray="4"/>',
+        f'<rect x="{edge}" y="{edge}" width="{size}" height="{size}" fill="none" stroke="#333"/>',
+        f'<text x="{edge + size / 2}" y="{size + 2 * edge - 8}" text-anchor="middle">stated probability</text>',
+        f'<text transform="translate(12 {edge + size / 2}) rotate(-90)" text-anchor="middle">share right</text>',
+    ]
+    for tick in (0, 0.25, 0.5, 0.75, 1):
+        parts.append(
+            f'<text x="{edge + tick * size}" y="{edge + size + 16}" text-anchor="middle">{tick:g}</text>'
+        )
+        parts.append(
+            f'<text x="{edge - 6}" y="{edge + (1 - tick) * size + 4}" text-anchor="end">{tick:g}</text>'
+        )
+    for place, (name, colour) in enumerate(COLOURS.items()):
+        for one in bins[name]:
+            x, y = edge + one["stated"] * size, edge + (1 - one["right"]) * size
+            half = 1.645 * one["error"] * size
+            parts.append(f'<path d="M{x:.1f} {y - half:.1f}V{y + half:.1f}" stroke="{colour}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+        parts.append(f'<text x="{edge + 10}" y="{edge + 18 + 16 * place}" fill="{colour}">{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def table(found: dict[str, Any]) -> str:
+    """The summary as a page."""
+    lines = [
+        "# Calibration of the advisor on fresh worlds",
+        "",
+        f"Seeds {FRESH.start} to {FRESH.stop - 1} of each kind of `benchmarks/advisor_worlds.py`, fixed before the",
+        "calibration was fitted on other seeds. Coverage: share of 90 % intervals that hold the true error of a",
+        "method for a client, mean over methods (range). Extra error: of the named method over the best, 90th",
+        "percentile over worlds, relative to the whole error and (in brackets) to what is beyond the noise.",
+        "Right where sure: whether to share at all.",
+        "",
+        "| worlds | coverage | best named | stated | right where sure | extra error | rtfa best | its extra error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, one in found.items():
+        if kind == "reliability":
+            continue
+        spread = f"{min(one['coverage'].values()):.2f} to {max(one['coverage'].values()):.2f}"
+        extra, beyond = (one[f"extra error{which}, 90th percentile"] for which in ("", " beyond noise"))
+        theirs, away = (one[f"always rtfa: extra error{w}, 90th percentile"] for w in ("", " beyond noise"))
+        lines.append(
+            f"| {kind} ({one['worlds']}) | {one['covered']:.3f} ({spread}) | {one['best named']:.2f} | "
+            f"{one['mean stated probability']:.2f} | {one['right family where sure']:.2f} of {one['sure']:.0%} | "
+            f"{extra:.1%} ({beyond:.1%}) | {one['always rtfa: best']:.2f} | {theirs:.1%} ({away:.1%}) |"
+        )
+    lines += ["", "![Reliability diagram](calibration.svg)", ""]
+    for name, bins in found["reliability"].items():
+        shown = ", ".join(
+            f"{b['stated']:.2f}: {b['right']:.2f} ± {b['error']:.2f} ({b['count']})" for b in bins
+        )
+        lines.append(f"Stated: right, {name}: {shown}.\n")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("fit", "judge"))
+    parser.add_argument("--worlds", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "advisor")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = (DEVELOP if asked.what == "fit" else FRESH)[: asked.worlds]
+    judged = [look(kind, seed) for kind in KINDS for seed in seeds]
+    if asked.what == "fit":
+        for name, value in fit(judged).items():
+            print(f"{name} = {value}")
+        return
+    found = summary(judged)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    (asked.out / "calibration.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (asked.out / "calibration.svg").write_text(diagram(found["reliability"]), encoding="utf-8")
+    (asked.out / "calibration.md").write_text(table(found), encoding="utf-8")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

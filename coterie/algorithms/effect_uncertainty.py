@@ -1,0 +1,120 @@
+"""What a trained hierarchical model knows about its variances and its clients, and how surely."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie._core.errors import SettingError
+from coterie.algorithms.marginal_effects import unpacked
+from coterie.engine.federation import Federation
+from coterie.engine.state import State
+from coterie.theory.uncertainty import (
+    Effects,
+    boundary_chance,
+    client_effects,
+    difference_tests,
+    doubt_of_variances,
+    least_squares_doubt,
+    profile_interval,
+)
+from coterie.theory.variance_components import Components, Sums
+
+if TYPE_CHECKING:
+    from coterie.algorithms.hierarchical import Hierarchical
+
+
+def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Effects]:
+    """Return the ids of clients that answered, and their models with uncertainty."""
+    ids, sums = _sums(method, fed, s)
+    found = Components(s.noise, s.within.double(), s.between.double())
+    centre = s.centres.double()[sums.clusters]
+    if "psi" in s:
+        doubt = _doubt_of_psi(s)
+        groups = s.groups.long()
+    else:
+        groups = s.groups.long()
+        model, point, _ = least_squares_doubt(sums, groups, found)
+        doubt = doubt_of_variances(model, point)
+    sure, spread = s.certainty.double()[sums.clusters], found.within[sums.clusters]
+    return ids, client_effects(sums.xx / s.noise, sums.xy / s.noise, centre, spread, sure, doubt, groups)
+
+
+def variances(
+    method: Hierarchical, fed: Federation, s: State, level: float
+) -> dict[str, tuple[float, float, float]]:
+    """Return estimate, lower and upper end of each variance by name.
+
+    By profile likelihood for least squares; for other losses from the second derivative in the logarithm.
+    """
+    if "psi" in s:
+        from scipy.stats import norm
+
+        reach, found = float(norm.ppf(0.5 + level / 2)), {}
+        sizes, errors = s.psi.abs().flatten(), _doubt_of_psi(s).diagonal().sqrt()
+        for k, (size, error) in enumerate(zip(sizes.tolist(), errors.tolist(), strict=True)):
+            factor = float(torch.tensor(reach * error).exp())
+            found[f"client {k}"] = (size**2, size**2 / factor, size**2 * factor)
+        return found
+    _, sums = _sums(method, fed, s)
+    model, point, best = least_squares_doubt(sums, s.groups.long(), Components(s.noise, s.within, s.between))
+    scales = torch.cat([model.scale[:1], model.scale[1:].repeat(2)])
+    found = {}
+    for k, name in enumerate(model.names):
+        if name.startswith("cluster") and sums.k == 1:
+            continue
+        ends = profile_interval(model, point, best, k, level)
+        low, middle, high = (
+            float(scales[k] * torch.tensor(v).exp()) for v in (ends[0], float(point[k]), ends[1])
+        )
+        found[name] = (middle, low, high)
+    return found
+
+
+def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
+    """Return p-values of likelihood-ratio tests whether clients and clusters differ."""
+    if "psi" not in s:
+        _, sums = _sums(method, fed, s)
+        return difference_tests(
+            *least_squares_doubt(sums, s.groups.long(), Components(s.noise, s.within, s.between))
+        )
+    if len(s.centres) > 1:
+        raise SettingError("tests of clients in several clusters are for least squares; use grouping = 'one'")
+    structure, null, value = method.structure(s.groups), s.replace(psi=torch.zeros_like(s.psi)), -torch.inf
+    for _ in range(20):
+        sent = method.sent(null, method.clusters(fed))
+        replies = fed.map(method.contribute, each=sent, groups=s.groups, link=method.link)
+        found, d = unpacked(replies, structure), structure.d
+        before, value = value, float(found.value.sum())
+        if value < before + 1e-7:
+            break
+        step = torch.linalg.lstsq(
+            -found.hessian.sum(0)[:d, :d], found.gradient.sum(0)[:d].unsqueeze(-1)
+        ).solution
+        null = null.replace(centres=null.centres + step.squeeze(-1).to(null.centres))
+    fed.map(method.follow, each=method.sent(s, method.clusters(fed)), groups=s.groups, link=method.link)
+    return {"clients differ": boundary_chance(2 * (s.height - max(value, before)), structure.p)}
+
+
+def _sums(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Sums]:
+    if "certainty" not in s or (method.covariance, method.variances, method.noise) != (
+        "diagonal",
+        "shared",
+        "one",
+    ):
+        raise SettingError(
+            "hierarchical: uncertainty is known for the Newton solver with diagonal, shared variances and one noise"
+        )
+    replies = fed.map(method.curve, link=method.link)
+    return replies.ids, method.sums(fed, replies)
+
+
+def _doubt_of_psi(s: State) -> Tensor:
+    """Return the covariance of log psi^2 from the information about (w, psi)."""
+    values, vectors = torch.linalg.eigh(s.information.double())
+    cover = vectors @ torch.diag(1 / values.clamp(min=1e-9 * float(values[-1]))) @ vectors.mT
+    inside, size = cover[-s.psi.numel() :, -s.psi.numel() :], s.psi.flatten().abs().clamp(min=1e-6)
+    doubt: Tensor = 4 * inside / size / size.unsqueeze(-1)
+    return doubt

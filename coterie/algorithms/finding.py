@@ -1,0 +1,171 @@
+"""Clusters that nobody named: clients fit alone, the server makes a tree of the fits, held-out rows choose in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie._core.errors import NobodyAnswered
+from coterie.algorithms.base import Algorithm, Reveals
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.models.blocks import first_rows
+from coterie.models.heads import last_layer
+from coterie.theory.cluster_tree import LARGEST, chosen, coarse, credible, cut, ward
+from coterie.theory.sketch import clustered_part
+from coterie.theory.threshold_starts import group_weights
+
+FOLDS = 5  # parts of a client's rows, each held out once
+FIT_STEPS, FIT_LR = 100, 0.05  # of a client alone; 1/L is the step size of models that know their curvature L
+FIT_ROWS = 512  # of a client that are used for it
+TOP = 32  # merges, from the root down, whose clusters are judged
+HEAVIEST = 10.0  # times the median weight: nobody weighs more, whatever number of rows it claims
+
+
+@dataclass(frozen=True)
+class Found:
+    """Clusters that were found: the label of every client, -1 if it did not answer, and a model for each cluster."""
+
+    labels: Tensor
+    models: Tensor
+
+
+class Finder(Algorithm):
+    """An algorithm that can find clusters before it trains; its clients have the phases `fit_alone` and `try_shared`.
+
+    Held-out loss of client i in cluster A: its rows are dealt to folds; the model is the mean of the fits of A, with
+    the fit of i on its other folds in place of its own, weighted by rows; alone, that fit itself. A set of nodes of the
+    tree with the least sum of these losses is taken: any number of clusters, from one to everybody alone.
+    """
+
+    name = ""
+    reveals: ClassVar[Reveals] = {"fit_alone": "personal", "try_shared": "aggregate"}
+    optional: ClassVar[frozenset[str]] = frozenset(reveals)
+
+    @property
+    def fit_steps(self) -> int:
+        """Return the number of steps of a client that fits alone."""
+        return FIT_STEPS
+
+    def find_clusters(
+        self, fed: Federation, ids: Tensor | None, k: int = 0, on: str = "all", width: int = 256
+    ) -> Found:
+        """Find k clusters of the clients `ids` (None: all), or with k = 0 as many as held-out rows ask for."""
+        r = fed.map(self.fit_alone, x=fed.initial_model(), to=ids)
+        if len(r) == 0:
+            raise NobodyAnswered("no client answered, so there is nothing to cluster")
+        rows = r.weights.double().flatten().clamp(min=1)
+        weights = rows.minimum(HEAVIEST * rows.median()).cpu()
+        points = clustered_part(r["fit"], on, last_layer(fed.model), width, fed.seed)
+        fine = coarse(points, weights, LARGEST, fed.seed)
+        member = torch.nn.functional.one_hot(fine).double().T
+        mass = member @ weights
+        places = (member * weights) @ points.double().cpu() / mass.unsqueeze(1)
+        tree = ward(places, mass)
+        if k:
+            labels = cut(tree, places, k)[fine]
+        else:
+            nodes = tree.top(TOP)
+            below = tree.members[nodes][:, fine]
+            losses = self._judged(fed, r.ids, r["fit"], r["loss"], weights, below)
+            labels = chosen(tree, nodes, losses, fine)
+        starts = group_weights(r["fit"], labels.to(r.ids.device), int(labels.max()) + 1)
+        everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+        return Found(everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"])
+
+    def use_found(self, fed: Federation) -> dict[str, Tensor]:
+        """Find clusters and let `fed.known_clusters` return them; return the state field that keeps them.
+
+        A client that did not answer is put into the largest cluster; if nobody did, there is one for all.
+        """
+        try:
+            labels = self.find_clusters(fed, None).labels
+        except NobodyAnswered:
+            labels = torch.zeros_like(fed.everyone)
+        largest = torch.bincount(labels[labels >= 0]).argmax()
+        fed.found = torch.where(labels < 0, largest, labels)
+        return {"found_clusters": fed.found}
+
+    def finding_traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        """Return the communication of the phases below."""
+        return {"fit_alone": (d, d + FOLDS), "try_shared": (d + 1, FOLDS)}
+
+    def _judged(
+        self, fed: Federation, ids: Tensor, fits: Tensor, alone: Tensor, weights: Tensor, below: Tensor
+    ) -> Tensor:
+        """Return what each client loses in each group, fold by fold, compared with alone, [groups, clients, folds]."""
+        found = torch.zeros(*below.shape, FOLDS, dtype=torch.float64)
+        place = torch.full((fed.n,), -1, dtype=torch.long)
+        place[ids.cpu()] = torch.arange(len(ids))
+        for group, inside in enumerate(below):
+            if int(inside.sum()) < 2:
+                continue
+            who = inside.nonzero().squeeze(1)
+            own = weights[who].unsqueeze(1).to(fits)
+            total = own.sum()
+            rest = ((own.T @ fits[who]) - own * fits[who]) / (total - own)
+            r = fed.map(self.try_shared, each={"x": rest, "share": own / total}, to=ids[who])
+            if len(r):
+                at = place[r.ids.cpu()]
+                found[group, at] = (r.values.cpu() - alone[at].cpu()).double() * weights[at].unsqueeze(1)
+        return credible(found)
+
+    def fit_alone(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        """Return the client's own fit and its losses on held-out folds; keep the fits without them."""
+        model = client.model
+
+        def fitted(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            inputs, targets, weight, fold = _some_rows(inputs, targets, weight)
+            curvature = model.smoothness(w, inputs, targets, weight) if model.has_hessian else None
+            lr = FIT_LR if curvature is None else 1 / curvature.clamp(min=1e-12)
+            ends = []
+            for held in range(-1, FOLDS):
+                used, end = _renormalised(weight, fold != held), w
+                for _ in range(self.fit_steps):
+                    end = end - lr * model.grad(end, inputs, targets, used)
+                ends.append(end)
+            losses = _held_out(client, ends[1:], inputs, targets, weight, fold)
+            return torch.cat([*ends, losses], -1)
+
+        found = client.over_rows(fitted, x.expand(*client.lead, -1))
+        d = x.shape[-1]
+        client.keep.folds = found[..., d:-FOLDS]
+        return {"fit": found[..., :d], "loss": found[..., -FOLDS:]}
+
+    def try_shared(self, client: Client, x: Tensor, share: Tensor) -> Tensor:
+        """Return the losses on held-out folds of the mixture of x with the client's own fit, which has this share."""
+        d = x.shape[-1]
+        all_of = torch.cat([x, share, client.keep.folds], -1)
+
+        def tried(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            inputs, targets, weight, fold = _some_rows(inputs, targets, weight)
+            others, own = w[..., :d], w[..., d : d + 1]
+            mixed = [torch.lerp(others, end, own) for end in w[..., d + 1 :].split(d, -1)]
+            return _held_out(client, mixed, inputs, targets, weight, fold)
+
+        return client.over_rows(tried, all_of)
+
+
+def _some_rows(inputs: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return at most FIT_ROWS rows, their weights, and the fold of each."""
+    inputs, targets, weight = first_rows(inputs, targets, weight, FIT_ROWS)
+    return inputs, targets, weight, torch.arange(weight.shape[-1], device=weight.device) % FOLDS
+
+
+def _renormalised(weight: Tensor, used: Tensor) -> Tensor:
+    """Return weights of the rows in use, with the same sum as those of all rows."""
+    kept = weight * used
+    return kept * (weight.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True).clamp(min=1e-30))
+
+
+def _held_out(
+    client: Client, ends: list[Tensor], inputs: Tensor, targets: Tensor, weight: Tensor, fold: Tensor
+) -> Tensor:
+    """Return the loss of each fold by the model that was made without it, [..., FOLDS]; all add up to the mean loss."""
+    losses = [
+        client.model.loss(end, inputs, targets, weight * (fold == held)) for held, end in enumerate(ends)
+    ]
+    return torch.cat(losses, -1)

@@ -1,0 +1,83 @@
+"""What each column of a table is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from coterie.data.column_readings import ColumnReading, column_warnings
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What each column of a checked table is for.
+
+    Parameters
+    ----------
+    client
+        Name of the client column.
+    target
+        Name of the target column.
+    cluster
+        Name of the cluster column, or None.
+    task
+        "regression", "binary" or "multiclass".
+    classes
+        Names of the classes; empty for regression.
+    numeric
+        Names of the numeric feature columns.
+    categories
+        Names of the category feature columns.
+    warnings
+        What the reader of a report should know about columns and clients.
+    formats
+        Format of each numeric column that is written as text, such as "dd/mm/yyyy".
+    left_out
+        Columns that are not used, and why in a word, such as "identifier".
+    readings
+        How every feature column is read, for `coterie data describe`.
+    """
+
+    client: str
+    target: str
+    cluster: str | None
+    task: str
+    classes: tuple[str, ...]
+    numeric: tuple[str, ...]
+    categories: tuple[str, ...]
+    warnings: list[str] = field(default_factory=list, compare=False)
+    formats: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    readings: tuple[ColumnReading, ...] = field(default=(), compare=False)
+
+    def stored(self) -> dict[str, Any]:
+        """Return the fields as JSON values, without warnings and what is empty."""
+        values = asdict(self) | {"warnings": []}
+        del values["readings"]
+        return {name: value for name, value in values.items() if value or name not in ("formats", "left_out")}
+
+
+def spec_of(
+    readings: Sequence[ColumnReading],
+    client: str,
+    target: str,
+    cluster: str | None,
+    task: str,
+    classes: tuple[str, ...],
+) -> TableSpec:
+    """Return the roles of all columns, given how the feature columns are read."""
+    used = [one for one in readings if one.used]
+    return TableSpec(
+        client,
+        target,
+        cluster,
+        task,
+        classes,
+        tuple(one.column for one in used if one.kind != "category"),
+        tuple(one.column for one in used if one.kind == "category"),
+        column_warnings(readings),
+        {one.column: one.format for one in used if one.format},
+        {one.column: one.kind for one in readings if not one.used},
+        tuple(readings),
+    )

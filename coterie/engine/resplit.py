@@ -1,0 +1,145 @@
+"""The same clients with their rows divided in another way: merged splits, other splits, every row tested once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from coterie._core import randomness
+from coterie.data.rows import Rows
+from coterie.data.split import split_rows
+from coterie.engine.federation import Federation, Origin
+
+SPLITS = ("train", "validation", "test")
+TRAIN, VALIDATION, TEST = range(3)
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """All rows of a federation, client after client, and the split that each is in (0, 1, 2: train to test).
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> rows = AllRows.of(fed)
+    >>> len(rows.split), rows.divided(rows.split).has_rows("test")
+    (920, True)
+    """
+
+    fed: Federation
+    x: Tensor
+    y: Tensor
+    client: Tensor
+    split: Tensor
+
+    @classmethod
+    def of(cls, fed: Federation) -> AllRows:
+        """Collect the rows of a federation whose rows are in this process (`Capabilities.rows_visible`)."""
+        parts = [fed.runtime.rows(name) for name in SPLITS]
+        client = torch.cat([torch.repeat_interleave(part.size) for part in parts])
+        order = torch.argsort(client, stable=True)
+        split = torch.repeat_interleave(torch.tensor([len(part.y) for part in parts], device=client.device))
+        x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+        return cls(fed, x[order], y[order], client[order], split[order])
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of rows of each client, [n]."""
+        return torch.bincount(self.client, minlength=self.fed.n)
+
+    def places(self, split: Tensor, which: int) -> Tensor:
+        """Return which rows a federation divided like this has in one split, in its own order."""
+        return (split == which).nonzero().squeeze(1)
+
+    def divided(self, split: Tensor) -> Federation:
+        """Return the federation with its rows in these splits, [rows], and with nothing kept."""
+
+        def rows(which: int) -> Rows:
+            chosen = self.places(split, which)
+            size = torch.bincount(self.client[chosen], minlength=self.fed.n)
+            return Rows(self.x[chosen], self.y[chosen], size.cumsum(0) - size, size)
+
+        found = {name: rows(k) for k, name in enumerate(SPLITS)}
+        found["train"] = replace(found["train"], augment=self.fed.runtime.rows("train").augment)
+        return with_rows(self.fed, found, lambda model: AllRows.of(self.fed.with_model(model)).divided(split))
+
+    def again(self, fractions: Sequence[float], seed: int) -> Tensor:
+        """Return another division of the rows into these shares, drawn by a seed."""
+        parts = split_rows(self.sizes, (fractions[0], fractions[1], fractions[2]), seed)
+        split = torch.zeros_like(self.split)
+        split[parts.validation.order], split[parts.test.order] = VALIDATION, TEST
+        return split
+
+    def folds(self, count: int, seed: int) -> Iterator[Tensor]:
+        """Yield divisions in which every row is tested once, validates once and trains otherwise.
+
+        A client always has a row to train on: where folds leave none, its validation rows train. The only row of a
+        client is never tested.
+        """
+        first = self.sizes.cumsum(0) - self.sizes
+        position = torch.arange(len(self.client), device=self.client.device)
+        keys = randomness.key(seed, "cross-fit", self.client, position - first[self.client])
+        by_key = torch.argsort(keys, stable=True)
+        rank = torch.empty_like(position)
+        rank[by_key[torch.argsort(self.client[by_key], stable=True)]] = position - first[self.client]
+        sizes = self.sizes[self.client]
+        fold = torch.where(sizes > 1, rank * count // sizes.clamp_min(count), -1)
+        for k in range(count):
+            split = torch.where(fold == k, TEST, torch.where(fold == (k + 1) % count, VALIDATION, TRAIN))
+            trains = torch.bincount(self.client, (split == TRAIN).double(), minlength=self.fed.n) > 0
+            yield torch.where((split == VALIDATION) & ~trains[self.client], TRAIN, split)
+
+
+def with_rows(fed: Federation, splits: dict[str, Rows], origin: Origin | None = None) -> Federation:
+    """Return the same clients with other rows and nothing kept; `origin` builds them for another model."""
+    return Federation(
+        fed.runtime.with_rows(splits, fed.clusters),
+        model=fed.model,
+        names=fed.names,
+        rows={name: rows.size for name, rows in splits.items()},
+        clusters=fed.clusters,
+        cluster_names=fed.cluster_names,
+        seed=fed.seed,
+        dtype=fed.dtype,
+        device=fed.device,
+        dropout=fed.dropout,
+        table=fed.table,
+        truth=fed.truth,
+        byzantine=fed.byzantine,
+        texts=fed.texts,
+        origin=None if fed.origin is None else origin,
+    )
+
+
+def merged(fed: Federation, names: Sequence[str]) -> Federation:
+    """Return the federation that trains on the rows of these splits together and holds no others out.
+
+    Parameters
+    ----------
+    fed
+        The federation, whose rows are in this process.
+    names
+        Splits to train on, such as ('train', 'validation').
+
+    Returns
+    -------
+    Federation
+        The same clients, with nothing kept.
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> int(merged(fed, ("train", "validation", "test")).rows["train"].sum())
+    920
+    """
+    rows, wanted = AllRows.of(fed), torch.tensor([name in names for name in SPLITS], device=fed.device)
+    kept = wanted[rows.split]
+    part = AllRows(fed, rows.x[kept], rows.y[kept], rows.client[kept], rows.split[kept])
+    found = part.divided(torch.zeros_like(part.split))
+    found.origin = None if fed.origin is None else (lambda model: merged(fed.with_model(model), names))
+    return found

@@ -1,0 +1,120 @@
+"""Gradients of blocks of rows: how much of a gradient is chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BLOCKS = 8  # blocks that the rows of a client are dealt to
+
+
+def mean_and_noise(
+    grad: Callable[..., Tensor], w: Tensor, x: Tensor, y: Tensor, weight: Tensor, count: int = BLOCKS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of all rows, and the size and the dimensions of the error that their choice brings.
+
+    Rows are dealt to blocks in turn. With g_b the gradient of block b, p_b its share of the weight and g the mean, the
+    noise is B/(B - 1) sum_b p_b^2 |g_b - g|^2, whose expectation is the variance of g for equal blocks of independent
+    rows. Errors of covariance C fill (tr C)^2 / tr C^2 dimensions, estimated from the products of two blocks' errors.
+
+    Parameters
+    ----------
+    grad
+        Gradient of a stack of clients: grad(w, x, y, weight).
+    w
+        Parameters, [..., d].
+    x
+        Inputs, [..., rows, *].
+    y
+        Targets, [..., rows].
+    weight
+        Weight of each row, zero on padding, [..., rows].
+    count
+        Number of blocks.
+
+    Returns
+    -------
+    tuple of Tensor
+        Gradient [..., d], noise [..., 1] and dimensions [..., 1]; with rows in one block only, the noise is the
+        gradient's squared length.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.models.blocks import mean_and_noise
+    >>> def grad(w, x, y, weight):
+    ...     return ((w * x.squeeze(-1) - y) * weight).sum(-1, keepdim=True)
+    >>> w, x, y = torch.zeros(1, 1), torch.ones(1, 2, 1), torch.tensor([[-1.0, -3.0]])
+    >>> mean, noise, _ = mean_and_noise(grad, w, x, y, torch.full((1, 2), 0.5))
+    >>> mean.item(), noise.item()
+    (2.0, 1.0)
+    """
+    lead, rows = weight.shape[:-1], weight.shape[-1]
+    count = min(count, rows)
+    missing = -rows % count
+    dealt = [_dealt(part, len(lead), missing, count) for part in (x, y, weight)]
+    total = weight.sum(-1, keepdim=True)
+    inside = dealt[2].sum(-1)
+    scaled = dealt[2] * (total / inside.clamp(min=torch.finfo(inside.dtype).tiny)).unsqueeze(-1)
+    many = w.unsqueeze(-2).expand(*lead, count, w.shape[-1])
+    flat = [part.flatten(0, len(lead)) for part in (many, dealt[0], dealt[1], scaled)]
+    each = grad(*flat).view(*lead, count, -1)
+    share = inside / total.clamp(min=torch.finfo(total.dtype).tiny)
+    mean = (share.unsqueeze(-1) * each).sum(-2)
+    used = (share > 0).sum(-1, keepdim=True).to(mean.dtype)
+    errors = share.unsqueeze(-1) * (each - mean.unsqueeze(-2))
+    products = errors @ errors.mT
+    total = products.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    across = products.square().sum((-2, -1)).unsqueeze(-1) - products.diagonal(dim1=-2, dim2=-1).square().sum(
+        -1, keepdim=True
+    )
+    tiny = torch.finfo(total.dtype).tiny
+    pairs = (used * (used - 1)).clamp(min=1)
+    filled = (total / used.clamp(min=1)).square() / (across / pairs).clamp(min=tiny)
+    alone = mean.square().sum(-1, keepdim=True)
+    noise = torch.where(used > 1, total * used / (used - 1).clamp(min=1), alone)
+    return mean, noise, torch.where(used > 2, filled, 1.0).clamp(1, w.shape[-1])
+
+
+def first_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return at most so many rows of each client, with weights that have the same sum.
+
+    Parameters
+    ----------
+    x
+        Inputs, [..., rows, *].
+    y
+        Targets, [..., rows].
+    weight
+        Weight of each row, [..., rows].
+    most
+        Largest number of rows.
+
+    Returns
+    -------
+    tuple of Tensor
+        Inputs, targets and weights.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.models.blocks import first_rows
+    >>> first_rows(torch.zeros(1, 4, 2), torch.zeros(1, 4), torch.full((1, 4), 0.25), most=2)[2].tolist()
+    [[0.5, 0.5]]
+    """
+    axis, rows = weight.dim() - 1, weight.shape[-1]
+    if rows <= most:
+        return x, y, weight
+    few = weight.narrow(axis, 0, most)
+    few = few * (weight.sum(-1, keepdim=True) / few.sum(-1, keepdim=True).clamp(min=1e-30))
+    return x.narrow(axis, 0, most), y.narrow(axis, 0, most), few
+
+
+def _dealt(part: Tensor, lead: int, missing: int, count: int) -> Tensor:
+    """Return [..., rows, *] as [..., count, rows / count, *], row r in block r mod count, padded with zeros."""
+    after = part.dim() - lead - 1
+    padded = torch.nn.functional.pad(part, (0, 0) * after + (0, missing))
+    cut = padded.view(*part.shape[:lead], -1, count, *part.shape[lead + 1 :])
+    return cut.transpose(lead, lead + 1)

@@ -1,0 +1,182 @@
+"""How sure the advisor is: probabilities of its recommendations and intervals around predicted errors.
+
+What the survey knows of its own uncertainty leaves out what all clients have in common. These functions add it. Their
+constants were fitted on 240 worlds of six kinds (normal, heavy-tailed, grouped, covariate-shifted, sparse, unequal
+noise) by `python -m benchmarks.advisor_calibration fit`, and are judged on others (`docs/advisor.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from coterie.select.survey import Findings
+
+# quantiles of log(true / predicted error): intercept, and slopes of `features`
+BOUNDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "local": ((-0.437, -0.152, -0.083, -0.179, -0.625, 0.141), (1.059, 0.061, -0.123, 0.021, -0.28, 0.18)),
+    "ridge-local": (
+        (-0.373, -0.074, -0.12, -0.195, -0.33, 0.078),
+        (1.346, 0.014, -0.233, -0.048, -0.183, 0.265),
+    ),
+    "fedavg": ((-0.578, -0.128, -0.21, -0.218, -0.131, 0.15), (1.168, 0.087, -0.059, -0.143, -0.085, 0.061)),
+    "ftfa": ((-0.391, -0.147, -0.109, -0.212, -0.575, 0.151), (1.408, 0.075, -0.224, -0.002, -0.274, 0.203)),
+    "rtfa": ((0.043, -0.047, -0.287, -0.217, -0.208, 0.139), (1.549, 0.115, -0.235, -0.193, -0.186, 0.332)),
+}
+# logistic models: intercept and slope
+SHARE = (0.375, 1.558)  # of `evidence`, that a shared model is better
+WITHIN = (
+    3.439,
+    0.615,
+)  # of `lead`, that the method with the lowest predicted error is the best of its family
+WITHIN_CLIENT = (2.21, 0.311)  # the same for one client
+MOST = 6.0  # standard errors of evidence that count
+WIDEST_SHIFT = 3.0
+KINDS = {"local": 1, "ridge-local": 1, "fedavg": 0, "ftfa": 0, "rtfa": 0}  # index of the centre in `Findings`
+DRAWS = 200  # of clients, for the penalty
+
+
+def evidence(found: Findings) -> float:
+    """Return by how many standard errors a model of the others lowers the error, within -6 and 6."""
+    return max(-MOST, min(MOST, found.support / max(found.doubt, 1e-300)))
+
+
+def sharing(found: Findings) -> float:
+    """Return the probability that a shared model is better than training alone."""
+    return _logistic(SHARE, evidence(found))
+
+
+def lead(predicted: np.ndarray | Tensor) -> float:
+    """Return the logarithm of the relative lead of the lowest predicted error over the next."""
+    first, second = sorted(float(value) for value in predicted)[:2]
+    return math.log(min(3.0, math.log((second + 1e-9) / (first + 1e-9))) + 0.01)
+
+
+def best_of_family(predicted: Tensor, one_client: bool = False) -> float:
+    """Return the probability that the lowest of these predicted errors belongs to the best method."""
+    return _logistic(WITHIN_CLIENT if one_client else WITHIN, lead(predicted))
+
+
+def features(found: Findings, predicted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the width of intervals depends on [n, methods, 5], and the resolution of the errors [n, methods].
+
+    Parameters
+    ----------
+    found
+        What the survey found.
+    predicted
+        Predicted errors beyond the noise, [n, methods].
+
+    Returns
+    -------
+    tuple of Tensor
+        Logarithms of the survey's own relative deviation, the clients, the error in units of the noise, and features
+        per row; and the covariate shift. The resolution is the noise times features per row of all clients.
+    """
+    noise = found.noise[:, list(KINDS.values())]
+    columns = found.columns
+    resolution = noise * (columns / float(found.rows.sum()))
+    scale = predicted + resolution
+    own = torch.stack([spread for spread in deviations(found).values()], 1)
+    n = len(found.rows)
+    parts = [
+        torch.log(own / scale + 0.03),
+        torch.full_like(scale, math.log(n)),
+        torch.log(scale / noise.clamp_min(1e-300)),
+        torch.full_like(scale, min(found.shift, WIDEST_SHIFT)),
+        torch.log(columns / found.rows).unsqueeze(1).expand_as(scale),
+    ]
+    return torch.stack(parts, -1), resolution
+
+
+def deviations(found: Findings) -> dict[str, Tensor]:
+    """Return the survey's own standard deviation of each predicted error [n], by method."""
+    best = {kind: found.curve[:, kind].argmin(-1, keepdim=True) for kind in (0, 1)}
+    return {
+        "local": found.error[:, 1, 0],
+        "ridge-local": found.error[:, 1].gather(1, best[1]).squeeze(1),
+        "fedavg": found.error[:, 0, -1],
+        "ftfa": found.error[:, 0, 0],
+        "rtfa": found.error[:, 0].gather(1, best[0]).squeeze(1),
+    }
+
+
+def intervals(found: Findings, predicted: Tensor) -> dict[str, Tensor]:
+    """Return the 90 % interval of every client's error [n, 2], by method.
+
+    Parameters
+    ----------
+    found
+        What the survey found.
+    predicted
+        Predicted errors beyond the noise, [n, methods].
+
+    Returns
+    -------
+    dict of Tensor
+    """
+    given, resolution = features(found, predicted)
+    ends = {}
+    for k, (name, bounds) in enumerate(BOUNDS.items()):
+        scale, sides = predicted[:, k] + resolution[:, k], []
+        for (constant, *slopes), sign in zip(bounds, (-1, 1), strict=True):
+            width = constant + given[:, k] @ torch.tensor(slopes, dtype=given.dtype)
+            width = (sign * width).clamp_min(0.02) * sign  # never empty
+            sides.append((scale * torch.exp(width) - resolution[:, k]).clamp_min(0.0))
+        ends[name] = torch.stack(sides, 1)
+    return ends
+
+
+def penalty_interval(found: Findings, share: bool, seed: int = 0) -> tuple[float, float]:
+    """Return a 90 % interval of the penalty that is best for all clients, by drawing clients with replacement.
+
+    Parameters
+    ----------
+    found
+        What the survey found.
+    share
+        Whether the penalty is around the shared model, or around zero.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    tuple of float
+        Lower and upper end; they may be 0 and infinite.
+    """
+    curve = found.curve[:, 0 if share else 1]
+    draw = torch.Generator().manual_seed(seed)
+    taken = torch.randint(len(curve), (DRAWS, len(curve)), generator=draw)
+    best = found.lam[curve[taken].mean(1).argmin(-1)].sort().values
+    return float(best[round(0.05 * DRAWS)]), float(best[round(0.95 * DRAWS) - 1])
+
+
+def flat_range(found: Findings, share: bool, tolerance: float = 0.01) -> tuple[float, float]:
+    """Return the penalties whose predicted error, mean over clients, is within a share of the lowest.
+
+    Parameters
+    ----------
+    found
+        What the survey found.
+    share
+        Whether the penalty is around the shared model, or around zero.
+    tolerance
+        The share.
+
+    Returns
+    -------
+    tuple of float
+        Smallest and largest of them; they may be 0 and infinite.
+    """
+    curve = found.curve[:, 0 if share else 1].mean(0)
+    inside = found.lam[curve <= (1 + tolerance) * curve.min()]
+    return float(inside.min()), float(inside.max())
+
+
+def _logistic(model: tuple[float, float], x: float) -> float:
+    return 1 / (1 + math.exp(-(model[0] + model[1] * x)))

@@ -1,0 +1,139 @@
+"""Who takes part in a comparison: a method at the best of its settings by validation, or the winner of a race."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from coterie._core.errors import SettingError
+from coterie.algorithms import Algorithm, find
+from coterie.engine.federation import Federation
+from coterie.models.metrics import LOSS, Metric
+from coterie.select.auto import EFFORT, choose
+from coterie.select.auto_race import THIN, every, stops
+from coterie.select.grid import candidates, suited, trained_by
+from coterie.train.fit import Contestant
+from coterie.train.history import mean_over_clients
+from coterie.train.run import Run
+
+BASELINES = ("local", "fedavg", "fine-tuned")
+AUTO = "auto"  # the method and settings that a race of its own chooses
+
+Watch = Callable[[str, int, int], None]  # what is being done, rounds done, rounds in all
+
+
+class Tuned:
+    """A method at the best of the settings it declares, by validation.
+
+    All settings begin; after a ninth and a third of the rounds the best third goes on (successive halving, Jamieson
+    and Talwalkar, 2016).
+    """
+
+    def __init__(self, method: Algorithm, budget: int, fixed: Collection[str] = ()) -> None:
+        self.name, self.method = method.name, method
+        self.settings = candidates(method, budget, fixed=fixed)
+
+    def cost(self, rounds: int) -> int:
+        """Return the rounds that are trained in all."""
+        ends = [0, *stops(rounds)]
+        counts = self._counts(len(ends) - 1)
+        return sum(
+            count * (stop - before)
+            for count, (before, stop) in zip(counts, itertools.pairwise(ends), strict=True)
+        )
+
+    def _counts(self, heats: int) -> list[int]:
+        """Return how many settings train in each heat."""
+        counts = [len(self.settings)]
+        while len(counts) < heats:
+            counts.append(math.ceil(counts[-1] / THIN))
+        return counts
+
+    def check(self, fed: Federation) -> None:
+        """Start once, so that a method that cannot run here says so before the others have trained."""
+        self.method = suited(self.method, fed)
+        self.settings = [suited(candidate, fed) for candidate in self.settings]
+        trial = trained_by(self.settings, fed, 1).fresh()
+        trial.enter_round(0, None)
+        self.method.start(trial)
+
+    def best(self, fed: Federation, rounds: int, watch: Watch, metric: Metric | None = None) -> Run:
+        """Return the run that did best on validation rows, at the round at which it did."""
+        fed = trained_by(self.settings, fed, rounds)
+        ends, done, total = stops(rounds), 0, self.cost(rounds)
+        counts = [*self._counts(len(ends)), 1]
+        field: list[tuple[Algorithm, Contestant | None]] = [(algorithm, None) for algorithm in self.settings]
+        left: list[Contestant] = []
+        for heat, stop in enumerate(ends):
+            left = []
+            for algorithm, running in field:
+                one = running or Contestant(fed, algorithm, rounds, every(rounds), metric)
+                before = one.progress.round
+
+                def step(t: int, _: int, sofar: int = done - before) -> None:
+                    watch("", sofar + t, total)
+
+                one.advance(stop, step)
+                done += stop - before
+                left = sorted([*left, one], key=lambda one: _finite(one.cost))[: counts[heat + 1]]
+            field = [(one.algorithm, one) for one in left]
+        return left[0].finish()
+
+
+def _finite(cost: float) -> float:
+    return math.inf if math.isnan(cost) else cost
+
+
+class Raced:
+    """`auto`: the method and settings that a race of its own chooses."""
+
+    name = AUTO
+
+    def cost(self, rounds: int) -> int:
+        """Return the rounds that the race takes at most."""
+        return math.ceil(EFFORT * rounds)
+
+    def check(self, fed: Federation) -> None:
+        """Do nothing: a race leaves out what cannot run here."""
+
+    def best(self, fed: Federation, rounds: int, watch: Watch, metric: Metric | None = None) -> Run:
+        """Return the run that won the race."""
+        return choose(fed, rounds, watch=watch, metric=metric).run
+
+
+def entrants(
+    algorithms: Sequence[str | Algorithm],
+    budget: int,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Tuned | Raced]:
+    """Return the baselines and what was asked for, each once; check all names before anything runs.
+
+    `settings` are hyperparameters by method that are given, and so not tuned.
+    """
+    given = dict(settings or {})
+
+    def entrant(item: str | Algorithm) -> Tuned | Raced:
+        if item == AUTO:
+            if given.pop(AUTO, None):
+                raise SettingError("auto chooses settings by itself; give none for it")
+            return Raced()
+        method = item if isinstance(item, Algorithm) else find(item)()
+        fixed = given.pop(method.name, {})
+        return Tuned(method.replace(**fixed), budget, fixed)
+
+    asked = [entrant(item) for item in dict.fromkeys(algorithms)]
+    known = {method.name for method in asked}
+    if len(known) < len(asked):
+        raise SettingError(f"one method twice among {[method.name for method in asked]}; give each once")
+    found = [*(entrant(name) for name in BASELINES if name not in known), *asked]
+    if given:
+        raise SettingError(f"settings for {', '.join(given)}, which is not compared")
+    return found
+
+
+def validation_cost(run: Run, metric: Metric | None) -> float:
+    """Return the mean validation loss over clients, or a metric's, so that lower is better."""
+    judge = metric or LOSS
+    return judge.cost(mean_over_clients(run.score("validation", judge.name)))

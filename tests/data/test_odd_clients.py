@@ -1,0 +1,195 @@
+"""A client in other units, with reversed labels or outliers: noticed, named, and no harm to the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import coterie
+from coterie.data import tables
+from coterie.data.client_sums import ClientSums
+from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.train.export import export
+from coterie.train.exported_model import ExportedModel
+
+CLIENTS = 12
+ODD = "s00"
+SCRIPTED = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def world(seed: int, rows: int, task: str, clusters: bool = False) -> pl.DataFrame:
+    draw = np.random.default_rng(seed)
+    label = np.repeat([0, 1], CLIENTS // 2)
+    centre = np.array([[3.0, 0, 0], [-3, 0, 0]] if clusters else [[2.0, -1, 0.5]] * 2)[label]
+    truth = centre + 0.2 * np.random.default_rng(7).normal(size=(CLIENTS, 3))
+    owner = np.repeat(np.arange(CLIENTS), rows)
+    x = draw.normal(size=(len(owner), 3))
+    score = (x * truth[owner]).sum(1)
+    y = score + draw.normal(size=len(owner)) + 2
+    if task == "binary":
+        y = (draw.random(len(owner)) < 1 / (1 + np.exp(-score))).astype(int)
+    return pl.DataFrame(
+        {
+            "site": [f"s{k:02}" for k in owner],
+            "group": [f"g{label[k]}" for k in owner],
+            "a": 5 + x[:, 0],
+            "b": 2 * x[:, 1],
+            "c": 1 + x[:, 2] / 2,
+            "y": y,
+        }
+    )
+
+
+def spoilt(frame: pl.DataFrame, how: str) -> pl.DataFrame:
+    mine = pl.col("site") == ODD
+    column, change = {
+        "target in other units": ("y", pl.col("y") * 1000),
+        "column in other units": ("a", pl.col("a") * 1000),
+        "column in ounces": ("a", pl.col("a") * 28.35),
+        "column in kelvin": ("a", pl.col("a") + 273),
+        "reversed target": ("y", -pl.col("y")),
+        "reversed classes": ("y", 1 - pl.col("y")),
+        "outliers": ("b", pl.when(pl.int_range(pl.len()) % 12 == 5).then(1e5).otherwise(pl.col("b"))),
+    }[how]
+    return frame.with_columns(pl.when(mine).then(change).otherwise(pl.col(column)).alias(column))
+
+
+CASES = [
+    ("regression", "target in other units", "y"),
+    ("regression", "column in other units", "a"),
+    ("regression", "column in ounces", "a"),
+    ("regression", "column in kelvin", "a"),
+    ("regression", "reversed target", "y"),
+    ("regression", "outliers", "b"),
+    ("binary", "column in other units", "a"),
+    ("binary", "reversed classes", "y"),
+]
+
+
+def federation(frame: pl.DataFrame, clusters: bool = False) -> coterie.Federation:
+    options: dict[str, Any] = {"cluster": "group"} if clusters else {"drop": ["group"]}
+    return coterie.Federation.from_table(frame, "site", "y", **options)
+
+
+def error_of_others(fed: coterie.Federation, method: str, rounds: int, fresh: pl.DataFrame) -> float:
+    fresh = fresh.filter(pl.col("site") != ODD)
+    found = coterie.fit(fed, method, rounds=rounds, evaluate_every=0).predict(fresh)
+    target = fresh["y"].to_numpy()
+    if fed.model.task == "regression":
+        return float(np.sqrt(np.mean((found["prediction"].to_numpy() - target) ** 2)))
+    likely = found["probability_1"].to_numpy().clip(1e-9, 1 - 1e-9)
+    return float(-np.mean(np.log(np.where(target == 1, likely, 1 - likely))))
+
+
+@pytest.mark.parametrize(("task", "how", "column"), CASES)
+def test_noticed_named_and_harmless(task: str, how: str, column: str) -> None:
+    frame, fresh = world(1, 40, task), world(2, 100, task)
+    clean, odd = federation(frame), federation(spoilt(frame, how))
+    assert not clean.table.preprocessor.clients
+    assert list(odd.table.preprocessor.clients) == [ODD]
+    (said,) = (warning for warning in odd.table.warnings if f"Client {ODD!r}" in warning)
+    assert f"column {column!r}" in said and "Check" in said
+    for method in ("fedavg", "ditto"):
+        before, after = (error_of_others(fed, method, 60, fresh) for fed in (clean, odd))
+        assert after == pytest.approx(before, rel=0.05), method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize(("task", "how", "column"), CASES)
+def test_harmless_to_all_methods(task: str, how: str, column: str, clusters: bool) -> None:
+    methods = {"fedavg": 60, "ditto": 60, "hierarchical": 6, "async-l2gd": 200}
+    frame, fresh = world(3, 40, task, clusters), world(4, 100, task, clusters)
+    clean, odd = federation(frame, True), federation(spoilt(frame, how), True)
+    for method, rounds in methods.items():
+        before, after = (error_of_others(fed, method, rounds, fresh) for fed in (clean, odd))
+        assert after == pytest.approx(before, rel=0.05), method
+
+
+@SCRIPTED
+def test_predictions_and_exports_are_in_the_clients_own_units(tmp_path: Path) -> None:
+    frame = spoilt(world(5, 60, "regression"), "target in other units")
+    run = coterie.fit(federation(frame), "local", rounds=60, out=tmp_path / "run")
+    mine = frame.filter(pl.col("site") == ODD)
+    found = run.predict(mine)["prediction"].to_numpy()
+    assert np.corrcoef(found, mine["y"].to_numpy())[0, 1] > 0.9 and found.std() > 500
+    module = torch.jit.load(str(export(tmp_path / "run", ODD, "torchscript")))
+    given = {name: torch.from_numpy(mine[name].to_numpy().copy()) for name in "abc"}
+    np.testing.assert_allclose(module(given, {}).numpy(), found, rtol=1e-9)
+
+    flipped = spoilt(world(5, 60, "binary"), "reversed classes")
+    run = coterie.fit(federation(flipped), "fedavg", rounds=60, out=tmp_path / "flipped")
+    mine = flipped.filter(pl.col("site") == ODD)
+    found = run.predict(mine)
+    assert (found["prediction"] == mine["y"].cast(pl.String)).mean() > 0.75
+    assert ((found["probability_1"] > 0.5) == (found["prediction"] == "1")).all()
+    one = ExportedModel.load(tmp_path / "flipped", ODD)
+    assert one.classes == ["1", "0"]
+    assert ExportedModel.load(tmp_path / "flipped", "s01").classes == ["0", "1"]
+
+
+@SCRIPTED
+def test_outliers_count_as_the_mean_in_every_export(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    frame = spoilt(world(6, 60, "regression"), "outliers")
+    run = coterie.fit(federation(frame), "local", rounds=20, out=tmp_path / "run")
+    mine = frame.filter(pl.col("site") == ODD)
+    assert mine["b"].max() == 1e5
+    found = run.predict(mine)["prediction"].to_numpy()
+    assert np.abs(found).max() < 50
+    numbers = {name: mine[name].to_numpy().copy() for name in "abc"}
+    module = torch.jit.load(str(export(tmp_path / "run", ODD, "torchscript")))
+    scripted = module({name: torch.from_numpy(values) for name, values in numbers.items()}, {})
+    np.testing.assert_allclose(scripted.numpy(), found, rtol=1e-9)
+    path = export(tmp_path / "run", ODD, "onnx")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (given,) = session.run(["prediction"], {name: values.reshape(-1, 1) for name, values in numbers.items()})
+    np.testing.assert_allclose(given, found, rtol=1e-9)
+
+
+def test_the_encoding_survives_json() -> None:
+    fitted = federation(spoilt(world(1, 40, "regression"), "outliers")).table.preprocessor
+    again = Preprocessor.from_json(fitted.to_json())
+    assert again == fitted and again.clients[ODD].scales[0].limit > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_is_odd_where_clients_are_just_different(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    owner = np.repeat(np.arange(10), draw.integers(5, 60, 10))
+    size = len(owner)
+    frame = tables.read(
+        {
+            "site": [f"s{k}" for k in owner],
+            "shifted": draw.normal(size=size) + draw.normal(0, 3, 10)[owner],
+            "spread": draw.normal(size=size) * draw.lognormal(0, 0.7, 10)[owner],
+            "tail": draw.lognormal(0, 2, size),
+            "rare": (draw.random(size) < 0.03).astype(float) * draw.integers(1, 9, size),
+            "y": draw.normal(size=size) + draw.normal(size=size) * draw.normal(0, 2, 10)[owner],
+        }
+    )
+    spec = tables.check(frame, "site", "y")
+    assert not Preprocessor.from_statistics(spec, local_statistics(frame, spec)).clients
+
+
+def test_sums_of_each_client_by_brute_force() -> None:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=60), draw.normal(size=60)
+    x[7], x[20] = 1e6, np.nan
+    owner = np.repeat(["a", "b", "c"], [25, 30, 5])
+    values = [pl.Series(x, nan_to_null=True), pl.Series(y)]
+    found = ClientSums.of(pl.Series(owner), values)
+    for k, name in enumerate("abc"):
+        mine = (owner == name) & ~np.isnan(x)
+        inner = mine & (np.abs(np.nan_to_num(x)) < 1e5)
+        gap = x[inner] - x[inner].mean()
+        expected = [
+            *(mine.sum(), x[mine].mean(), ((x[mine] - x[mine].mean()) ** 2).sum(), (mine & ~inner).sum()),
+            *(x[inner].mean(), (gap**2).sum(), (gap * (y[inner] - y[inner].mean())).sum()),
+        ]
+        np.testing.assert_allclose(found.sums[k, 0], expected, rtol=1e-9)

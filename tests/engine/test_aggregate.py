@@ -1,0 +1,123 @@
+"""Robust means: brute force in one dimension, limits, clusters, and clients that lie."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from coterie import Federation, fit, models
+from coterie._core.errors import Diverged, SettingError
+from coterie.algorithms import make
+from coterie.engine.aggregate import ON_NODES, PLAIN, Aggregate
+from coterie.engine.replies import Replies
+
+G = torch.Generator().manual_seed(3)
+VALUES = torch.randn(9, 4, dtype=torch.float64, generator=G)
+ROWS = torch.randint(1, 20, (9, 1), generator=G).double()
+
+
+def test_weights_are_copies():
+    """A weight of 3 is the same as three clients, for every rule."""
+    copies = torch.repeat_interleave(VALUES, ROWS.long().squeeze(1), 0)
+    ones = torch.ones(len(copies), 1, dtype=torch.float64)
+    for rule in ("mean", "median", "trimmed:0.13", "geometric-median"):
+        one = Aggregate.parse(rule)
+        torch.testing.assert_close(one(VALUES, ROWS), one(copies, ones), rtol=1e-7, atol=1e-7)
+
+
+def test_against_brute_force():
+    ones = torch.ones(9, 1, dtype=torch.float64)
+    torch.testing.assert_close(Aggregate.parse("median")(VALUES, ones), VALUES.median(0).values)
+    torch.testing.assert_close(Aggregate.parse("median")(VALUES[:4], ones[:4]), VALUES[:4].quantile(0.5, 0))
+    middle = VALUES.sort(0).values[2:7].mean(0)
+    torch.testing.assert_close(Aggregate.parse(f"trimmed:{2 / 9}")(VALUES, ones), middle)
+    found = Aggregate.parse("geometric-median")(VALUES, ROWS)
+    pulls = ROWS * (VALUES - found) / torch.linalg.vector_norm(VALUES - found, dim=1, keepdim=True)
+    assert float(pulls.sum(0).abs().max()) < 1e-5 * float(ROWS.sum())  # the gradient of the sum of distances
+    centre = VALUES.median(0).values
+    away = torch.linalg.vector_norm(VALUES - centre, dim=1)
+    drawn = centre + (VALUES - centre) * (0.5 * away.median() / away).clamp(max=1).unsqueeze(1)
+    torch.testing.assert_close(Aggregate.parse("clip:0.5")(VALUES, ROWS), (ROWS * drawn).sum(0) / ROWS.sum())
+
+
+@pytest.mark.parametrize("rule", ["clip", "median", "trimmed:0.3", "geometric-median", "screen,cap"])
+def test_two_of_nine_cannot_move_it_far(rule):
+    bad = VALUES.clone()
+    bad[:2] = torch.tensor([[1e150], [-1e6]], dtype=torch.float64)
+    rows = ROWS.clone()
+    rows[:2] = 1e15
+    one = Aggregate.parse(rule if "cap" in rule else f"{rule},cap:2")
+    reach = torch.linalg.vector_norm(VALUES[2:] - VALUES[2:].median(0).values, dim=1).max()
+    moved = one(bad, rows) - VALUES[2:].median(0).values
+    assert float(torch.linalg.vector_norm(moved)) <= 4 * float(reach)
+    assert float((PLAIN(bad, rows) - VALUES[2:].mean(0)).abs().max()) > 1e5
+
+
+def test_a_cluster_is_averaged_by_itself():
+    by = torch.tensor([0, 1, 0, 1, 0, 1, 0, 1, 0])
+    r = Replies(
+        torch.arange(9), {"": VALUES, "own": by.unsqueeze(1).double()}, ROWS, Aggregate.parse("median")
+    )
+    default = torch.zeros(3, 4, dtype=torch.float64)
+    found = r.mean(by=by, default=default)
+    for k in (0, 1):
+        torch.testing.assert_close(found[k], r.aggregate(VALUES[by == k], ROWS[by == k]))
+    assert torch.equal(found[2], default[2]) and torch.equal(r.mean(by="own", default=default), found)
+    assert r.count("own", 3).squeeze(1).tolist() == [5, 4, 0]
+
+
+def test_outliers_are_named():
+    told = []
+    bad = VALUES.clone()
+    bad[4] = 1e9
+    r = Replies(torch.arange(9) + 10, {"": bad}, ROWS, ON_NODES, lambda ids: told.extend(ids.tolist()))
+    torch.testing.assert_close(
+        r.mean(),
+        Replies(torch.arange(8), {"": VALUES[torch.arange(9) != 4]}, ROWS[torch.arange(9) != 4]).mean(),
+    )
+    assert told == [14]
+
+
+def test_honest_replies_are_rarely_left_out():
+    g = torch.Generator().manual_seed(3)
+    for k, most in ((5, 10), (8, 4), (20, 4)):
+        wrong = sum(bool(ON_NODES.outliers(torch.randn(k, 1, generator=g)).any()) for _ in range(1000))
+        assert wrong <= most, (k, wrong)
+    assert not ON_NODES.outliers(torch.tensor([[0.0], [1e-3], [1e9], [2.0]])).any()  # four cannot tell
+
+
+@pytest.mark.parametrize("text", ["medain", "clip:x", "median,clip", "trimmed:0.5", "cap:0.5", "screen:-1"])
+def test_what_is_no_rule(text):
+    with pytest.raises(SettingError):
+        Aggregate.parse(text)
+
+
+def test_the_text_of_a_rule_is_read_back():
+    for text in ("mean", "clip:3", "median", "trimmed:0.1,cap:5", "geometric-median,screen:8"):
+        assert Aggregate.parse(str(Aggregate.parse(text))) == Aggregate.parse(text)
+    assert Aggregate.parse("mean").plain and not ON_NODES.plain
+
+
+def federation(**options):
+    g = torch.Generator().manual_seed(0)
+    xs = [torch.randn(60, 3, dtype=torch.float64, generator=g) for _ in range(8)]
+    truth = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    ys = [x @ truth + 0.1 * torch.randn(60, dtype=torch.float64, generator=g) for x in xs]
+    return Federation.from_arrays(xs, ys, models.linear(), torch.arange(8) % 2, **options)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "pfedme", "reptile", "oracle"])
+def test_a_run_with_a_liar(name, tmp_path):
+    """Every method that takes means follows the rule, and a resumed run too."""
+    method = make(name, **({"steps": 5} if name == "pfedme" else {}))
+    liar = federation(byzantine={3: "large"})
+    honest = fit(federation(), method, rounds=20, evaluate_every=0).personal
+    robust = fit(liar, method, rounds=20, evaluate_every=0, aggregate="median", out=tmp_path / "run")
+    others = torch.arange(8) != 3
+    assert float((robust.personal - honest)[others].abs().max()) < 0.2
+    with contextlib.suppress(Diverged):
+        plain = fit(liar, method, rounds=20, evaluate_every=0)
+        assert float((plain.personal - honest)[others].abs().max()) > 10
+    assert robust.fed.aggregate == Aggregate.parse("median")

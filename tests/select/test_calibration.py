@@ -1,0 +1,105 @@
+"""How sure the advisor is: intervals that cover, probabilities that are kept, penalties that are not determined."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.advisor_calibration import _covers, diagram, look, reliability, summary
+from benchmarks.advisor_worlds import FRESH, KINDS, draw_world
+from coterie.select import calibration
+from coterie.select.advice import METHODS
+from coterie.select.advise import advise
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return [look(kind, FRESH.start) for kind in KINDS]
+
+
+def test_intervals_are_never_empty_and_hold_what_is_predicted(judged):
+    for one in judged:
+        for name in METHODS:
+            low, high = one.advice.intervals[name].unbind(1)
+            assert bool((low < high).all()) and bool((low >= 0).all()), (one.world.kind, name)
+            risks = one.advice.risks[name]
+            assert bool((low <= risks + 1e-12).all() and (risks <= high).all()), (one.world.kind, name)
+
+
+def test_probabilities_are_probabilities_and_are_said(judged):
+    for one in judged:
+        assert 0 < one.advice.probability < 1
+        assert len(one.advice.client_probabilities) == len(one.risks)
+        assert bool(((one.advice.client_probabilities > 0) & (one.advice.client_probabilities < 1)).all())
+        assert f"probability {one.advice.probability:.2f}" in one.advice.verdict()
+        assert one.advice.json()["probability"] == pytest.approx(one.advice.probability)
+
+
+def test_more_evidence_is_more_probability(judged):
+    found = judged[0].findings
+    chances = [
+        calibration.sharing(dataclasses.replace(found, support=z, doubt=1.0))
+        for z in (-9.0, -2.0, 0.0, 2.0, 9.0)
+    ]
+    assert chances == sorted(chances) and chances[0] < 0.05 and chances[-1] > 0.95
+    close, clear = (calibration.best_of_family(torch.tensor([1.0, second])) for second in (1.01, 2.0))
+    assert close < clear
+
+
+def test_a_flat_penalty_is_noticed(judged):
+    one = judged[0]
+    flat = dataclasses.replace(one.findings, curve=torch.ones_like(one.findings.curve))
+    assert calibration.flat_range(flat, True) == (0.0, math.inf)
+    steep = one.findings.curve.clone()
+    steep[:, 0] = 1 + (one.findings.lam.clamp(1e-9, 1e9).log() - 1).square()
+    narrow = calibration.flat_range(dataclasses.replace(one.findings, curve=steep), True)
+    assert 0.5 * math.e <= narrow[0] <= narrow[1] <= 2 * math.e
+    low, high = calibration.penalty_interval(dataclasses.replace(one.findings, curve=steep), True)
+    assert low == high  # all clients agree
+
+
+def test_shifted_features_and_far_clients_are_noticed():
+    world = draw_world("covariate-shifted", DEVELOP_SEED)
+    assert any("vary differently" in reason for reason in advise(world.federation()).why)
+    draw = torch.Generator().manual_seed(0)
+    xs = [torch.randn(60, 5, generator=draw, dtype=torch.float64) for _ in range(12)]
+    off = [torch.full((5,), 10.0 if k == 3 else 0.3, dtype=torch.float64) for k in range(12)]
+    ys = [
+        x @ (torch.ones(5, dtype=torch.float64) + t * torch.randn(5, generator=draw, dtype=torch.float64))
+        + torch.randn(60, generator=draw, dtype=torch.float64)
+        for x, t in zip(xs, off, strict=True)
+    ]
+    world = dataclasses.replace(world, kind="gaussian", xs=xs, ys=ys)
+    reasons = advise(world.federation()).why
+    assert any("as far from the shared model" in reason for reason in reasons)
+    assert not any("vary differently" in reason for reason in reasons)
+
+
+DEVELOP_SEED = 1
+
+
+def test_the_judge_counts_what_it_should(judged):
+    one = judged[0]
+    wide = {name: torch.tensor([[0.0, math.inf]]).expand(len(one.risks), 2) for name in METHODS}
+    sure = dataclasses.replace(one, advice=dataclasses.replace(one.advice, intervals=wide))
+    assert all(_covers(sure, k).all() for k in range(5))
+    bins = reliability([one] * 6)["federation"]
+    assert len(bins) == 1 and bins[0]["count"] == 6
+    assert diagram(reliability([one] * 6)).count("<circle") >= 1
+    right = summary(judged)["all"]["best named"]
+    named = [one.mean.argmin() == METHODS.index(one.advice.method) for one in judged]
+    assert right == pytest.approx(np.mean(named))
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_fresh_worlds():
+    """The committed result has all of them."""
+    found = summary([look(kind, seed) for kind in KINDS for seed in FRESH[:8]])["all"]
+    assert 0.83 <= found["covered"] <= 0.96
+    assert found["best named"] >= 0.78 and abs(found["best named"] - found["mean stated probability"]) <= 0.12
+    assert found["extra error, 90th percentile"] <= 0.025
+    assert np.isfinite(found["extra error beyond noise, 90th percentile"])
