@@ -159,8 +159,12 @@ def survey(
     clients = {name: description["clients"] for name, description in told.items()}
     for name in sorted(nodes):
         expected = [client for client in nodes[name] if client not in taken]
-        if isinstance(answers[name], Late):  # may join later; who was left out may not
+        if not isinstance(answers[name], Late):
+            continue  # who was left out may not join later
+        if request.roles.cluster is None:
             clients[name] = list(federated.in_order(expected))
+        else:
+            caller.note(f"{name} cannot join this run later: the clusters of its clients are not known without it")
     clients = dict(sorted(clients.items()))
     names = federated.client_order(clients)
     number = {name: k for k, name in enumerate(names)}

@@ -311,7 +311,9 @@ class TestStrangers:
             context.wrap_socket(bare, server_hostname="localhost")
 
 
-def test_a_key_without_its_certificate_and_a_revoked_node_stay_outside(live: Live, tmp_path: Path) -> None:
+def test_a_key_without_its_certificate_and_a_revoked_node_stay_outside(
+    live: Live, tmp_path: Path, until: Any
+) -> None:
     """A stolen key file alone does not let anybody in; revoking takes effect without a restart."""
     import subprocess
 
@@ -331,6 +333,8 @@ def test_a_key_without_its_certificate_and_a_revoked_node_stay_outside(live: Liv
     clients = live.folder.nodes["n6"]
     membership.revoke(live.folder.path, "n6")
     try:
+        until(lambda: live.processes["n6"].poll() is not None)
+        assert "revoked" in live.log("n6")
         (stolen / "node.crt").write_bytes((place / "node.crt").read_bytes())
         done = start(stolen)
         assert done.returncode == 2 and "revoked" in done.stderr
@@ -339,3 +343,4 @@ def test_a_key_without_its_certificate_and_a_revoked_node_stay_outside(live: Liv
         config["nodes"]["n6"] = clients
         config["revoked"] = {}
         files.write_toml(live.folder.path / "federation.toml", config)
+        live.start_node("n6")
