@@ -23,7 +23,11 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 def key(*coordinates: Coordinate) -> Tensor:
     """Return the int64 key of these coordinates; tensors among them broadcast against each other."""
     plain = next((k for k, part in enumerate(coordinates) if isinstance(part, Tensor)), len(coordinates))
-    folded = torch.tensor(_fold_plain(coordinates[:plain]))  # type: ignore[arg-type]  # no tensors here
+    base = _fold_plain(coordinates[:plain])  # type: ignore[arg-type]  # no tensors here
+    if plain < len(coordinates) and _in_numpy(coordinates[plain]):
+        folded, plain = _fold_array(base, coordinates[plain]), plain + 1  # type: ignore[arg-type]  # a tensor
+    else:
+        folded = torch.tensor(base)
     for coordinate in coordinates[plain:]:
         folded = fold(folded, coordinate)
     return folded
@@ -33,9 +37,17 @@ def fold(base: Tensor, coordinate: Coordinate) -> Tensor:
     """Return the keys that extend `base` by one more coordinate."""
     if not isinstance(coordinate, Tensor):
         return _mix(base + _step(coordinate))
-    if coordinate.device.type == "cpu" and coordinate.dim():
-        return torch.from_numpy(_mix_array((coordinate.numpy() + 1) * _GOLDEN + base.cpu().numpy()))
+    if _in_numpy(coordinate):
+        return _fold_array(base.cpu().numpy(), coordinate)
     return _mix((coordinate + 1) * _GOLDEN + (base if base.dim() == 0 else base.to(coordinate.device)))
+
+
+def _in_numpy(coordinate: Coordinate) -> bool:
+    return isinstance(coordinate, Tensor) and coordinate.device.type == "cpu" and coordinate.dim() > 0
+
+
+def _fold_array(base: int | np.ndarray, coordinate: Tensor) -> Tensor:
+    return torch.from_numpy(_mix_array((coordinate.numpy() + 1) * _GOLDEN + base))
 
 
 def integers(keys: Tensor, n: int | Tensor) -> Tensor:

@@ -258,6 +258,5 @@ class Runtime(Protocol):
 
 def visit_keys(seed: int, call: Call, ids: Tensor, nth: Tensor | None) -> Tensor:
     """Return the coordinates of every visit of a call as hash keys, which client and server can both compute."""
-    base = randomness.key(seed, call.phase, call.round, call.call)
-    keys = randomness.fold(base, ids)
+    keys = randomness.key(seed, call.phase, call.round, call.call, ids)
     return keys if nth is None else torch.where(nth > 0, randomness.key(keys, nth), keys)
