@@ -24,7 +24,7 @@ from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, main_metric, resolve
 from coterie.select.cross_validation import can_fold, folds
 from coterie.select.verdict import Verdict, row_metric
-from coterie.train.fit import Contestant
+from coterie.train.contestant import Contestant
 from coterie.train.history import interval, mean_over_clients
 
 THIN = 3  # each heat keeps one in so many

@@ -14,7 +14,7 @@ from coterie.models.metrics import LOSS, Metric
 from coterie.select.auto import EFFORT, choose
 from coterie.select.auto_race import THIN, every, stops
 from coterie.select.grid import candidates, suited, trained_by
-from coterie.train.fit import Contestant
+from coterie.train.contestant import Contestant
 from coterie.train.history import mean_over_clients
 from coterie.train.run import Run
 

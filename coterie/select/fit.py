@@ -14,7 +14,7 @@ from coterie.models.metrics import Metric
 from coterie.select.auto import fit_chosen
 from coterie.select.grid import suited
 from coterie.train import fit as training
-from coterie.train.fit import Watch
+from coterie.train.rounds import Watch
 from coterie.train.run import Run
 from coterie.train.track import Tracker
 

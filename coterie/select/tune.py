@@ -24,7 +24,7 @@ from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, find, resolve
 from coterie.select.grid import trained_by
-from coterie.train.fit import Contestant
+from coterie.train.contestant import Contestant
 
 if TYPE_CHECKING:
     import optuna

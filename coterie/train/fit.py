@@ -1,41 +1,30 @@
-"""The training loop: one for every algorithm, with the same bits when interrupted and resumed."""
+"""Train one algorithm on a federation, resume it with the same bits, or train it again on more rows."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from coterie._core import broadcast
-from coterie._core.errors import Diverged, NobodyAnswered, RunError, SettingError
-from coterie._core.threads import helped
+from coterie._core.errors import Diverged, RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
 from coterie.engine.privacy import Privacy
 from coterie.engine.resplit import merged
-from coterie.models.metrics import LOSS, Metric, find, resolve
+from coterie.models.metrics import Metric, resolve
 from coterie.train import checkpoint, private
-from coterie.train.checkpoint import Best, Clock, Progress
-from coterie.train.deferred_finite_check import deferred_finite_check, rounds_ahead
-from coterie.train.divergence import require_convergence
+from coterie.train import rounds as loop
+from coterie.train.checkpoint import Progress
 from coterie.train.folder import RunFolder
-from coterie.train.history import History, mean_over_clients
+from coterie.train.rounds import Watch
 from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
 from coterie.train.track import Tracker, tracker
 
-FAST_FORWARD_ROUNDS = 1000  # rounds computed at once at most
-
-Watch = Callable[[int, int], None]
 log = logging.getLogger(__name__)
 
 
@@ -147,10 +136,10 @@ def fit(
     fed = fed.fresh()
     _limit_state(fed, state_memory)
     started = time.perf_counter()
-    with _threads(fed, algorithm):
+    with loop.threads_for(fed, algorithm):
         secret = private.new_secret()
         _protect(fed, algorithm, plan, secret)
-        progress = _begin(fed, algorithm, plan)
+        progress = loop.begin(fed, algorithm, plan)
         folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
         if folder is not None and "epsilon" in plan:
             private.keep_secret(folder.path, secret)
@@ -159,7 +148,8 @@ def fit(
             follower.scored(fed, 0, progress.history)
             watch = _followed(follower, fed, progress, watch)
         try:
-            run = _train(fed, algorithm, progress, plan, folder, watch, started)
+            loop.advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
+            run = loop.finish(fed, algorithm, progress, plan, started)
         except Diverged:
             if folder is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -179,12 +169,6 @@ def _protect(fed: Federation, algorithm: Algorithm, plan: dict[str, Any], secret
     if "aggregate" in plan:
         fed.aggregate = _rule(plan["aggregate"])
     private.set_up(fed, algorithm, plan, secret)
-
-
-def _further(plan: dict[str, Any]) -> list[Metric]:
-    """Return the metrics that are recorded beside the loss and the main one."""
-    names = [plan["metric"]] if "metric" in plan else []
-    return [find(name) for name in dict.fromkeys([*names, *plan.get("metrics", ())])]
 
 
 def _limit_state(fed: Federation, megabytes: float | None) -> None:
@@ -266,245 +250,20 @@ def resume(
         fed = (folder.federation() if fed is None else fed).fresh()
     _limit_state(fed, state_memory)
     started = time.perf_counter()
-    with _threads(fed, algorithm):
+    with loop.threads_for(fed, algorithm):
         folder.check_same(fed, anyway)
         secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
         _protect(fed, algorithm, plan, secret)
         with folder.reading():
             progress = checkpoint.load(folder.checkpoints, fed)
-        progress = progress or _begin(fed, algorithm, plan)
+        progress = progress or loop.begin(fed, algorithm, plan)
         finished = folder.finished()
         if not finished:
             folder.sweep()
-        run = _train(fed, algorithm, progress, plan, None if finished else folder, watch, started)
+        loop.advance(fed, algorithm, progress, plan, plan["rounds"], None if finished else folder, watch)
+        run = loop.finish(fed, algorithm, progress, plan, started)
     _complete(run, plan, None if finished else folder)
     run.folder = folder.path
-    return run
-
-
-class Contestant:
-    """A run that is advanced piece by piece and deploys the best round at which it was scored.
-
-    Parameters
-    ----------
-    fed, algorithm
-        What to train on, and how.
-    rounds
-        Number of rounds in all.
-    evaluate_every
-        Score validation rows every so many rounds.
-    """
-
-    def __init__(
-        self,
-        fed: Federation,
-        algorithm: Algorithm,
-        rounds: int,
-        evaluate_every: int,
-        metric: Metric | None = None,
-    ) -> None:
-        self.algorithm, self.seconds = algorithm, 0.0
-        self.plan = {
-            "rounds": rounds,
-            "evaluate_every": evaluate_every,
-            "select": "best",
-            "score_test": False,
-            "checkpoint_every": 0,
-            **metric_plan(None if metric is None else metric.name, ()),
-        }
-        self.fed = fed.fresh()
-        with self._working():
-            self.progress = _begin(self.fed, algorithm, self.plan)
-
-    def advance(self, until: int, watch: Watch | None = None) -> None:
-        """Train until a round; the last round of all is scored like those before it."""
-        with self._working():
-            _advance(self.fed, self.algorithm, self.progress, self.plan, until, watch=watch)
-            if self.progress.round == self.plan["rounds"]:
-                _score_end(self.fed, self.algorithm, self.progress, self.plan)
-
-    @property
-    def cost(self) -> float:
-        """Return the lowest mean validation loss so far, or cost of the metric; infinite for a run that diverged."""
-        return self.progress.best.loss
-
-    def validation(self, metric: str) -> Tensor:
-        """Return a validation metric [n] at the best round so far."""
-        value = self.progress.history.at(self.progress.best.round, "validation", metric)
-        assert value is not None
-        return value
-
-    @property
-    def done(self) -> bool:
-        """True if further rounds would change nothing, as for methods that solve instead of stepping."""
-        return bool(getattr(self.progress.state, "done", False))
-
-    def scores(self) -> dict[str, Tensor]:
-        """Return all validation metrics [n] at the best round so far."""
-        blocks, best = self.progress.history.blocks, self.progress.best.round
-        return {metric: value for t, split, metric, value in blocks if (t, split) == (best, "validation")}
-
-    def megabytes(self) -> float:
-        """Return what was sent up and down so far, evaluation not counted."""
-        return sum(self.fed.ledger.megabytes_until(self.progress.round))
-
-    def finish(self) -> Run:
-        """Deploy the best round and return the run."""
-        with self._working():
-            run = _finish(self.fed, self.algorithm, self.progress, self.plan, time.perf_counter())
-        run.seconds = self.seconds
-        return run
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Choose threads, and count the time of the block: a contestant waits while others train."""
-        started = time.perf_counter()
-        with _threads(self.fed, self.algorithm):
-            yield
-        self.seconds += time.perf_counter() - started
-
-
-@contextmanager
-def _threads(fed: Federation, algorithm: Algorithm) -> Iterator[None]:
-    """Run the block with as many threads as the work is worth, then restore torch's setting."""
-    before = torch.get_num_threads()
-    own = fed.runtime.threads(algorithm.batch, getattr(algorithm, "participation", 1.0))
-    torch.set_num_threads(own)
-    hands = max(1, before // own) if torch.device(fed.device).type == "cpu" else 1
-    try:
-        with helped(hands):
-            yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _begin(fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> Progress:
-    """Return the progress before the first round; an algorithm that cannot run on this federation raises here."""
-    log.info("%s: %d rounds, %d clients, d = %d", algorithm.name, plan["rounds"], fed.n, fed.d)
-    fed.enter_round(0, None)
-    progress = Progress(0, algorithm.start(fed), History(), Best())
-    _score(fed, algorithm, progress, plan)
-    return progress
-
-
-def _train(
-    fed: Federation,
-    algorithm: Algorithm,
-    progress: Progress,
-    plan: dict[str, Any],
-    folder: RunFolder | None,
-    watch: Watch | None,
-    started: float,
-) -> Run:
-    _advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
-    return _finish(fed, algorithm, progress, plan, started)
-
-
-def _advance(
-    fed: Federation,
-    algorithm: Algorithm,
-    progress: Progress,
-    plan: dict[str, Any],
-    until: int,
-    folder: RunFolder | None = None,
-    watch: Watch | None = None,
-) -> None:
-    """Run the rounds up to `until`, or until the target is proved."""
-    every = plan["evaluate_every"]
-    clock, stride = Clock(plan["checkpoint_every"]), rounds_ahead(fed)
-    while progress.round < until:
-        before = progress.round
-        last = min(until, *(_next(before, n) for n in (every, clock.every, FAST_FORWARD_ROUNDS) if n))
-        if stride == 1 or before == 0:  # the first round measures how networks are computed
-            _move(fed, algorithm, progress, last)
-        else:
-            last = min(last, before + stride)
-            deferred_finite_check(fed, progress, functools.partial(_move_to, fed, algorithm, progress, last))
-        t = progress.round
-        if "target" in plan and algorithm.certificate(progress.state) <= plan["target"]:
-            plan["rounds"] = until = t  # proved: nothing is left to do
-        rounds = _expected(algorithm, progress, plan)
-        if watch is not None:
-            for unseen in range(before + 1, t):
-                watch(unseen, rounds)
-        if t < plan["rounds"] and every and t % every == 0:
-            _score(fed, algorithm, progress, plan)
-        if watch is not None:
-            watch(t, rounds)
-        measured = t == 1 and bool(fed.model.measured())
-        ends = "epsilon" in plan or (folder is not None and not folder.can_write_tables())
-        if folder is not None and (measured or clock.due(t) if t < plan["rounds"] else ends):
-            with clock.saving():
-                checkpoint.save(folder.checkpoints, fed, progress)
-
-
-def _expected(algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> int:
-    """Return the number of rounds that is expected now: with a target it falls as rounds come in."""
-    left = algorithm.rounds_left(progress.state, plan["target"]) if "target" in plan else None
-    return int(plan["rounds"] if left is None else min(plan["rounds"], progress.round + left))
-
-
-def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
-    """Run one round, or several up to `until` as far as the algorithm can compute them at once."""
-    t = progress.round + 1
-    if until > t:
-        progress.state, progress.round = algorithm.fast_forward(fed, progress.state, progress.round, until)
-        if progress.round >= t:
-            fed.enter_round(progress.round, progress.state)
-            return
-    fed.enter_round(t, progress.state)
-    try:
-        progress.state = algorithm.round(fed, progress.state, t)
-    except NobodyAnswered:
-        progress.lost_rounds += 1
-    progress.round = t
-
-
-def _move_to(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
-    while progress.round < until:
-        _move(fed, algorithm, progress, until)
-
-
-def _next(t: int, every: int) -> int:
-    """Return the first multiple of `every` after t."""
-    return (t // every + 1) * every
-
-
-def _finish(
-    fed: Federation,
-    algorithm: Algorithm,
-    progress: Progress,
-    plan: dict[str, Any],
-    started: float,
-) -> Run:
-    """Score the deployed models and return the run."""
-    t = progress.round
-    _score_end(fed, algorithm, progress, plan)
-    chosen = progress.best.personal if plan["select"] == "best" else None
-    deployed_round = progress.best.round if chosen is not None else t
-    state = progress.state if chosen is None or progress.best.state is None else progress.best.state
-    personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
-    if "epsilon" not in plan:  # else the losses of training rows would leave without noise
-        trained = fed.score(personal, "train", _further(plan))
-        progress.history.add(deployed_round, "train", trained)
-        if plan["select"] == "last":
-            for name in require_convergence(fed, algorithm, trained["loss"], plan["rounds"]):
-                log.warning("%s diverged for client %r: its model is useless", algorithm.name, name)
-    run = Run(
-        fed=fed,
-        algorithm=algorithm,
-        personal=broadcast.to(personal, "cpu"),
-        state=state,
-        history=progress.history,
-        rounds=plan["rounds"],
-        deployed_round=deployed_round,
-        lost_rounds=progress.lost_rounds,
-        seconds=time.perf_counter() - started,
-        metric=plan.get("metric"),
-        further=tuple(_further(plan)),
-    )
-    if plan["score_test"] and fed.has_rows("test"):
-        run.score_test()
     return run
 
 
@@ -584,33 +343,3 @@ def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:
     if run.left_out or run.lost_rounds:
         log.warning("%d answers left out, %d rounds lost", len(run.left_out), run.lost_rounds)
     log.info("%s: round %d deployed, %.1f s", run.algorithm.name, run.deployed_round, run.seconds)
-
-
-def _score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
-    """Score the models after the last round, unless that was done already."""
-    t = progress.round
-    fed.enter_round(t, progress.state)
-    if t > 0 and progress.history.at(t, "validation", "loss") is None:
-        _score(fed, algorithm, progress, plan)
-
-
-def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
-    """Add validation metrics of this round and what the algorithm observes; remember the best models so far."""
-    t, ends = progress.round, progress.round == plan["rounds"]
-    validated = fed.has_rows("validation")
-    if plan["select"] == "best" and not validated:
-        raise RunError("select='best' needs validation rows; give a split with some")
-    if not ends and not plan["evaluate_every"]:
-        return
-    progress.history.add(t, "server", algorithm.observe(fed, progress.state))
-    if not validated:
-        if not ends and "epsilon" not in plan:
-            progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
-        return
-    values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))
-    progress.history.add(t, "validation", values)
-    judge = find(plan.get("metric", LOSS.name))
-    loss = judge.cost(mean_over_clients(values[judge.name]))
-    log.debug("round %d: validation %s %.6g", t, judge.name, mean_over_clients(values[judge.name]))
-    if plan["select"] == "best" and loss < progress.best.loss:
-        progress.best = Best(t, loss, fed.personal(algorithm, progress.state), progress.state)

@@ -20,7 +20,8 @@ from coterie.select import auto, auto_explain
 from coterie.select.auto_race import Entrant, Race, clearly
 from coterie.select.compare import compare
 from coterie.select.cross_validation import folds
-from coterie.train.fit import Contestant, fit, resume
+from coterie.train.contestant import Contestant
+from coterie.train.fit import fit, resume
 from coterie.train.predict import Predictor
 
 SPLIT = (0.6, 0.2, 0.2)

@@ -17,7 +17,8 @@ from coterie.select.auto_race import every
 from coterie.select.entrants import Tuned
 from coterie.select.grid import candidates
 from coterie.select.tune import search
-from coterie.train.fit import Contestant, resume
+from coterie.train.contestant import Contestant
+from coterie.train.fit import resume
 
 FIELDS = [
     "algorithm", "validation_cost", "mean", "sd", "worst", "q25", "median", "q75", "over_rows", "improved", "harmed",
