@@ -9,6 +9,8 @@ from coterie.engine.client import Client
 from coterie.models.histograms import assign
 from coterie.models.trees import Trees
 
+PROFILE_PULL = 10.0  # curvature, for squared loss rows, by which a profile is shrunken
+
 
 def trees_of(client: Client) -> Trees:
     """Return the client's model."""
@@ -44,9 +46,22 @@ def keep_rows(
         keep.held_scores = scores.contiguous()
 
 
-def leaves_of(client: Client, bins: Tensor, splits: Tensor, missing: int) -> Tensor:
+def profile(client: Client, base: Tensor) -> Tensor:
+    """Return what tells a client apart, [..., C]: its residual -G / (H + 10) at the scores [C] before any tree."""
+    _, target, weight = client.features(client.initial_model())
+    scores = base.expand(*target.shape, -1)
+    first, second = pairs_of(client, scores, target, (weight > 0).to(base)).sum(-3).unbind(-1)
+    return -first / (second + PROFILE_PULL)
+
+
+def with_profile(rows: Tensor, mine: Tensor) -> Tensor:
+    """Return rows [..., B, features] with the profile [..., C] of their client as further columns."""
+    return torch.cat([rows, mine.unsqueeze(-2).expand(*rows.shape[:-1], -1).to(rows)], -1)
+
+
+def leaves_of(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int) -> Tensor:
     """Return the leaf of each row in the trees of this round, int32 [..., B, trees]; `missing` is a bin."""
-    found = assign(bins.flatten(0, -2), splits, trees_of(client).categorical.to(bins.device), missing)
+    found = assign(bins.flatten(0, -2), splits, categorical.to(bins.device), missing)
     return found.view(*bins.shape[:-1], -1)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, Reveals, setting
@@ -16,9 +16,11 @@ from coterie.algorithms.tree_rows import (
     leaves_of,
     moves,
     pairs_of,
+    profile,
     random_sign,
     target_sums,
     trees_of,
+    with_profile,
 )
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -51,7 +53,9 @@ class BoostedTrees(Algorithm):
     lambda -> infinity gives one model for all, lambda = 0 shared splits with values of one's own. The pull is applied
     from the root down (`models/personal_leaves.py`), so that an effect on all rows is estimated from all rows. With
     lambda = auto each client cross-fits: values without a fold of its rows are judged on that fold, for every lambda
-    of a grid, and the sum over clients decides for the next tree.
+    of a grid, and the sum over clients decides for the next tree. With profile = true trees can also tell clients
+    apart: -G_i/(H_i + 10), the client's residual before the first tree, is a further column that the client fills in
+    itself. What leaves are its histograms; the client's own model has the way it goes in place of such a split.
 
     Examples
     --------
@@ -83,6 +87,10 @@ class BoostedTrees(Algorithm):
         low=0,
         tune=(1.0, 3.0, 10.0),
     )
+    profile: bool = setting(
+        False, "splits may tell clients apart by their residual before the first tree", tune=(False, True)
+    )
+    per_round: int = setting(1, "trees grown in a round (one for each class)", low=1)
     smoothing: float = setting(1.0, "added to the second derivatives of a shared leaf", low=0)
     gain: float = setting(0.0, "least gain of a split", low=0)
     folds: int = setting(5, "parts of a client's rows for cross-fitting lambda", low=2)
@@ -113,7 +121,7 @@ class BoostedTrees(Algorithm):
             raise SettingError(f"trees: lambda_ = {self.lambda_!r} is below 0")
 
     def own_model(self, rounds: int) -> Model:
-        return Trees(trees=max(1, rounds), leaves=self.leaves)
+        return Trees(trees=max(1, rounds * self.per_round), leaves=self.leaves)
 
     def without_stopping(self) -> BoostedTrees:
         return self.replace(patience=0)
@@ -133,7 +141,7 @@ class BoostedTrees(Algorithm):
             model.parts(x)[0].copy_(model.loss_of.constant(share))
         return State(
             x=x,
-            edges=self.edges(fed, model).to(fed.device),
+            edges=self.edges(fed, model, model.parts(x)[0]).to(fed.device),
             signs=self.signs(fed, model).to(fed.device),
             balance=balance,
             pulls=torch.zeros(model.trees, 2, dtype=fed.dtype, device=fed.device),
@@ -145,8 +153,12 @@ class BoostedTrees(Algorithm):
         )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        if s.done:
-            return s
+        for _ in range(self.per_round):
+            s = s if s.done else self.add_trees(fed, s)
+        return s
+
+    def add_trees(self, fed: Federation, s: State) -> State:
+        """Grow a tree for each score, and let clients give its leaves their values."""
         model = self.model_of(fed)
         grown = self.grow(fed, s, model)
         if grown is None:
@@ -164,7 +176,7 @@ class BoostedTrees(Algorithm):
 
     def grow(self, fed: Federation, s: State, model: Trees) -> Growth | None:
         """Return the trees of this round, grown level by level; None if nobody answered."""
-        rules = Rules(self.smoothing, self.least, self.gain, model.categorical, s.signs.cpu())
+        rules = Rules(self.smoothing, self.least, self.gain, self.categorical(model), s.signs.cpu())
         growth, before = (
             Growth(model.outputs, min(self.leaves, model.leaves), model.leaves, rules),
             torch.zeros(0),
@@ -204,28 +216,35 @@ class BoostedTrees(Algorithm):
             return s.replace(best=s.planted, lowest=held / rows, done=full)
         return s.replace(done=full or (self.patience > 0 and s.planted - s.best >= self.patience))
 
-    def edges(self, fed: Federation, model: Trees) -> Tensor:
+    def categorical(self, model: Trees) -> Tensor:
+        """Return which columns of the binned rows are categories: those of the features, then of the profile."""
+        return nn.functional.pad(model.categorical, (0, model.outputs * self.profile))
+
+    def edges(self, fed: Federation, model: Trees, base: Tensor) -> Tensor:
         """Return the cut points of the features, from counts on grids that narrow."""
-        search = GridSearch((~model.categorical).nonzero().squeeze(-1), self.bins, fed.dtype)
+        kinds = self.categorical(model)
+        search = GridSearch((~kinds).nonzero().squeeze(-1), self.bins, fed.dtype)
+        sent: dict[str, Any] = {"base": base} if self.profile else {}
         for _ in range(GRIDS):
             if not len(search.asked):
                 break
-            replies = fed.map(
-                self.survey, features=search.asked.to(fed.device), grid=search.grid.to(fed.device)
-            )
+            sent |= {"features": search.asked.to(fed.device), "grid": search.grid.to(fed.device)}
+            replies = fed.map(self.survey, **sent)
             if not len(replies):
                 break
             search.learn(replies.sum())
-        return search.edges(model.width)
+        return search.edges(len(kinds))
 
     def tally(self, client: Client) -> Tensor:
         """Return the sums of the targets (of each class) and the number of rows."""
         return target_sums(client)
 
-    def survey(self, client: Client, features: Tensor, grid: Tensor) -> Tensor:
+    def survey(self, client: Client, features: Tensor, grid: Tensor, base: Tensor | None = None) -> Tensor:
         """Return how many rows are in each cell of the grids of some features, [..., features, cells]."""
         features, grid = (for_all(value, client) for value in (features, grid))
         rows, _, weight = client.features(client.initial_model())
+        if base is not None:
+            rows = with_profile(rows, profile(client, for_all(base, client)))
         return cell_counts(rows[..., features], (weight > 0).to(weight.dtype), grid)
 
     def begin(
@@ -244,14 +263,19 @@ class BoostedTrees(Algorithm):
             for_all(value, client) for value in (x, edges, signs, balance, pulls)
         )
         base, splits, shared = model.parts(x)
-        everyone = x.expand(*client.lead, -1)
+        everyone, own_way = x.expand(*client.lead, -1), x
+        if self.profile:
+            mine = profile(client, base)
+            own_way = model.along(everyone, mine)
         values = torch.zeros_like(shared).expand(*client.lead, *shared.shape).clone()
         for split, paths in (("train", 1 + self.folds * (self.lambda_ == "auto")), ("validation", 1)):
             rows, target, weight = client.features(everyone, split)
             here = (weight > 0).to(x)
             if split == "train" and model.classes:
                 here = here * balance[target.long().clamp(0, model.classes - 1)]
-            found = model.leaf_numbers(x, rows.flatten(0, -2)).view(*target.shape, -1, model.outputs)
+            at = rows if own_way.dim() > 1 else rows.flatten(0, -2)
+            found = model.leaf_numbers(own_way, at).view(*target.shape, -1, model.outputs)
+            rows = with_profile(rows, mine) if self.profile else rows
             scores = base.expand(*client.lead, paths, target.shape[-1], -1)
             for tree in range(planted):
                 leaf = found[..., tree, :]
@@ -263,13 +287,15 @@ class BoostedTrees(Algorithm):
                     values[..., tree, :, :] = self.lr * own
                 else:
                     scores = scores + moves(values[..., tree, :, :], leaf).unsqueeze(-3)
-            keep_rows(client, split, to_bins(rows, edges, model.categorical), target, here, scores)
+            keep_rows(client, split, to_bins(rows, edges, self.categorical(model)), target, here, scores)
         client.keep.values, client.keep.sign = values, random_sign(client)
+        if self.profile:
+            client.keep.profile = mine
 
     def histogram(self, client: Client, splits: Tensor, nodes: Tensor) -> Tensor:
         """Return the sums of derivatives by tree, node, feature and bin, [..., trees, nodes, features, bins, 2]."""
         lead, bins = len(client.lead), client.keep.bins
-        leaf = leaves_of(client, bins, for_all(splits, client), self.bins - 1)
+        leaf = self.leaf_of(client, bins, for_all(splits, client))
         pairs = client.keep.pairs.double()
         if self.contrasts:
             pairs = torch.cat(
@@ -292,7 +318,7 @@ class BoostedTrees(Algorithm):
         """Give the leaves of new trees their values and move the scores; return how every lambda would have done."""
         model, keep = trees_of(client), client.keep
         splits, values, signs = (for_all(value, client) for value in (splits, values, signs))
-        leaf = leaves_of(client, keep.bins, splits, self.bins - 1).long()
+        leaf = self.leaf_of(client, keep.bins, splits).long()
         step = self.step(model, splits, values, signs, root, deep)
         own, scores, judged = boost(step, keep.scores, keep.target, keep.weight, leaf)
         keep.pairs = pairs_of(client, scores.select(-3, 0), keep.target, keep.weight)
@@ -300,12 +326,16 @@ class BoostedTrees(Algorithm):
         mine = keep.values.clone()
         mine[..., place, :, :] = self.lr * own
         keep.values = mine
-        leaf = leaves_of(client, keep.held_bins, splits, self.bins - 1).long()
+        leaf = self.leaf_of(client, keep.held_bins, splits).long()
         held = keep.held_scores + moves(self.lr * own, leaf).unsqueeze(-3)
         keep.held_scores = held
         losses = model.loss_of.loss(held.squeeze(-3), keep.held_target) * keep.held_weight
         rows = torch.stack([losses.sum(-1), keep.held_weight.sum(-1)], -1)
         return {"judged": judged, "held": rows}
+
+    def leaf_of(self, client: Client, bins: Tensor, splits: Tensor) -> Tensor:
+        """Return the leaf of each row in the trees of this round, int32 [..., B, trees]."""
+        return leaves_of(bins, splits, self.categorical(trees_of(client)), self.bins - 1)
 
     def step(
         self, model: Trees, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float
@@ -317,10 +347,12 @@ class BoostedTrees(Algorithm):
     def deploy(self, client: Client, x: Tensor, best: int) -> Tensor:
         """Return the shared splits with the client's own leaves, of the trees that are deployed."""
         model, mine = trees_of(client), client.keep.values.flatten(-3)
-        return model.first_trees(torch.cat([x[..., : x.shape[-1] - mine.shape[-1]], mine], -1), best)
+        own = torch.cat([x[..., : x.shape[-1] - mine.shape[-1]], mine], -1)
+        return model.first_trees(model.along(own, client.keep.profile) if self.profile else own, best)
 
     def common(self, fed: Federation, s: State) -> Tensor:
-        return self.model_of(fed).first_trees(s.x.clone(), s.best)
+        model = self.model_of(fed)
+        return model.first_trees(model.along(s.x) if self.profile else s.x.clone(), s.best)
 
     def adapt(self, fed: Federation, s: State, personal: Tensor, rounds: int) -> Tensor:
         """Return models of new clients: their own leaves, tree by tree, pulled to the shared ones."""
@@ -350,10 +382,12 @@ class BoostedTrees(Algorithm):
         assert isinstance(model, Trees)
         c, features, classes = model.outputs, model.width, model.classes or 1
         tree, most = c * (model.leaves - 1) * COLUMNS, c * max(1, min(self.leaves, model.leaves) // 2)
+        features += c * self.profile
         start = model.d + features * (self.bins - 2) + features + classes + 2 * model.trees + 1
+        cells = features * (1 + grid_size(self.bins))
         return {
             "tally": (0, classes + 1),
-            "survey": (features * (1 + grid_size(self.bins)), features * (1 + grid_size(self.bins))),
+            "survey": (cells + c * self.profile, cells),
             "begin": (start, 0),
             "histogram": (tree + most, most * features * self.bins * (3 if self.contrasts else 2)),
             "plant": (tree + c * model.leaves + features + 3, 2 * len(PULLS) + 2),
@@ -387,6 +421,7 @@ class BoostedTrees(Algorithm):
     def signs(self, fed: Federation, model: Trees) -> Tensor:
         """Return 1, -1 or 0 for each feature, as `monotone` says."""
         known = [f"x{k}" for k in range(model.width)]
-        return monotone_signs(
-            self.monotone, known if fed.table is None else fed.table.preprocessor.feature_names, model
+        names = known if fed.table is None else fed.table.preprocessor.feature_names
+        return nn.functional.pad(
+            monotone_signs(self.monotone, names, model), (0, model.outputs * self.profile)
         )

@@ -25,7 +25,17 @@ from coterie.models.metrics import Metric, ScoredRows
 from coterie.models.objectives import COUNTS, OBJECTIVES, Objective
 from coterie.models.predictor import predictions
 from coterie.models.targets import check_column, count_classes
-from coterie.models.tree_walk import COLUMNS, FEATURE, MOST_LEVELS, PARENT, THRESHOLD, Walk, leaves
+from coterie.models.tree_walk import (
+    COLUMNS,
+    FEATURE,
+    MISSING,
+    MOST_LEVELS,
+    PARENT,
+    SHARE,
+    THRESHOLD,
+    Walk,
+    leaves,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +163,34 @@ class Trees(Model):
         last = torch.full_like(edges[:, :1], NO_EDGE)
         cuts = torch.cat([edges, last], 1)[feature, place.long().clamp(0, edges.shape[1])]
         units = splits.to(edges.dtype).clone()
-        number = ~self.categorical.to(edges.device)[feature]
+        kinds = nn.functional.pad(self.categorical, (0, len(edges) - self.width)).to(edges.device)
+        number = ~kinds[feature]
         units[..., THRESHOLD] = torch.where(number, cuts, place.to(edges.dtype))
         return units
+
+    def along(self, w: Tensor, profile: Tensor | None = None) -> Tensor:
+        """Return w with the way of a client in place of splits that tell clients apart.
+
+        Such a split has a number beyond the features, and a threshold for one number of the client's profile [..., C];
+        without a profile, the larger side is taken. What is left is a split of a feature that sends all rows one way.
+        """
+        w = w.clone()
+        splits = self.parts(w)[1]
+        apart = splits[..., FEATURE] >= self.width
+        right = splits[..., SHARE] > 0.5
+        if profile is not None:
+            which = (splits[..., FEATURE] - self.width).clamp(min=0).long()
+            mine = profile.to(w).view(*profile.shape[:-1], 1, 1, -1).expand(*which.shape[:-1], -1)
+            right = mine.gather(-1, which) > splits[..., THRESHOLD]
+        at = int((~self.categorical).nonzero()[0]) if bool((~self.categorical).any()) else 0
+        ends = (
+            (0.0, float(2 ** self.levels[at] - 1)) if self.levels and self.levels[at] else (NO_EDGE, -NO_EDGE)
+        )
+        ways = {FEATURE: 0.0 * right + at, THRESHOLD: torch.where(right, ends[1], ends[0])}
+        ways |= {MISSING: right.to(w), SHARE: right.to(w)}
+        for column, value in ways.items():
+            splits[..., column] = torch.where(apart, value.to(w), splits[..., column])
+        return w
 
     def first_trees(self, w: Tensor, count: int) -> Tensor:
         """Make the trees after the first `count` of w void, and return it."""

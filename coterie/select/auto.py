@@ -36,7 +36,12 @@ HEATS_SHARE = 0.5  # of the effort; the rest is for the check of the finalists
 PILOTS = ("local", "fedavg")  # the methods that step sizes are settled with
 STEPS_SHARE = 5  # each of them gets one place in so many
 CROWD = 6  # clients from which groups among them are worth looking for
-SLOWEST, FASTEST, TREES_PATH = 0.1, 0.3, 10  # learning rates of trees; the sum of the rates over all rounds
+TREES, SLOWEST, FASTEST, TREES_PATH = (
+    300,
+    0.1,
+    0.3,
+    10,
+)  # at most; learning rates, and their sum over all trees
 PAIRS_ELEMENTS = 1 << 24  # largest clients x parameters for which pairs are compared
 
 
@@ -288,9 +293,11 @@ def _trees(fed: Federation, methods: Sequence[str] | None, rounds: int) -> list[
         return []
     if fed.origin is None or not can_fold(fed):
         return []
-    usual = BoostedTrees(lr=min(FASTEST, max(SLOWEST, TREES_PATH / rounds)))
-    faster = usual.replace(lr=min(FASTEST, 2 * usual.lr))
-    return list(dict.fromkeys([usual, usual.replace(leaves=4, least=10.0), faster]))
+    each = max(1, TREES // rounds)
+    rate = min(FASTEST, max(SLOWEST, TREES_PATH / (each * rounds)))
+    usual = BoostedTrees(lr=rate, leaves=8, per_round=each)
+    apart = usual.replace(profile=True)
+    return [usual, apart, apart.replace(leaves=16), usual.replace(leaves=4, least=10.0)]
 
 
 def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,8 +68,9 @@ def test_shared_trees_are_those_of_lightgbm_on_pooled_rows(classes, objective):
     assert np.abs((found[:, 1] if classes == 2 else found) - expected).max() < 1e-5
 
 
-def test_four_nodes_grow_the_local_trees():
-    method = make("trees", leaves=8)
+@pytest.mark.parametrize("profile", [False, True])
+def test_four_nodes_grow_the_local_trees(profile):
+    method = make("trees", leaves=8, profile=profile)
     local = fit(a_federation(missing=0.1), method, rounds=6)
     apart = a_federation(missing=0.1)
     apart.runtime = LoopbackRuntime.of(apart, 4)
@@ -187,13 +190,46 @@ def test_categories_and_missing_values_of_a_table():
     assert predicted["prediction"].to_list()[:2] == pytest.approx([2.0, 3.0], abs=0.2)
 
 
-def test_a_newcomer_has_the_leaves_it_would_have_had():
+@pytest.mark.parametrize(("profile", "classes"), [(False, 0), (True, 0), (True, 3)])
+def test_a_newcomer_has_the_leaves_it_would_have_had(profile, classes):
     """A client that joins after training goes through the same trees as one that was there."""
-    fed = a_federation(split=(0.7, 0.3, 0.0))
-    method = make("trees", leaves=8)
+    fed = a_federation(split=(0.7, 0.3, 0.0), classes=classes)
+    method = make("trees", leaves=8, profile=profile)
     run = fit(fed, method, rounds=12)
     joined = method.adapt(fed, run.state, run.personal, 12)
     assert torch.allclose(joined, run.personal, atol=1e-12)
+
+
+def test_splits_tell_clients_apart_by_their_residual():
+    """Shared trees on rows with the residual as a fifth column, and the client's own models, score alike."""
+    draw = torch.Generator().manual_seed(5)
+    x = [torch.rand(60, 4, generator=draw, dtype=torch.float64) for _ in range(12)]
+    y = [(3.0 if k % 2 else -1.0) * one[:, 0] for k, one in enumerate(x)]
+    held = {}
+    for profile in (False, True):
+        fed = Federation.from_arrays(x, y, models.trees(40, 8), split=(0.6, 0.2, 0.2))
+        run = fit(fed, make("trees", leaves=8, lambda_=300.0, profile=profile), rounds=40)
+        held[profile] = run.pooled("test", "rmse")
+    assert held[True] < 0.5 * held[False]
+    rows, model = fed.runtime.rows("train"), fed.model
+    wide = replace(model, features=5, levels=None)
+    shared, base = run.state.x, float(rows.y.mean())
+    assert (model.parts(shared)[1][..., 1] == 4).any() and (model.parts(run.personal)[1][..., 1] < 4).all()
+    for k in range(fed.n):
+        own, target = rows.of(k)
+        residual = (target - base).sum() / (len(target) + 10)
+        told = torch.cat([own, residual.expand(len(own), 1)], 1)
+        mine = shared.clone()
+        model.parts(mine)[2].copy_(model.parts(run.personal[k])[2])
+        mine = model.first_trees(mine, run.state.best)
+        assert torch.allclose(wide.scores(mine, told), model.scores(run.personal[k], own), atol=1e-12)
+
+
+def test_several_trees_in_a_round_are_the_trees_of_several_rounds():
+    method = make("trees", leaves=4, lambda_="shared")
+    once, thrice = (fit(a_federation(), method.replace(per_round=each), rounds=12 // each) for each in (1, 3))
+    assert torch.equal(once.personal, thrice.personal)
+    assert method.replace(per_round=3).own_model(4).trees == 12
 
 
 def test_clients_that_miss_trees_still_have_finite_models():
