@@ -191,7 +191,8 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     )
     kinds = torch.tensor([0 if name in SHARED else 1 for name in METHODS])
     excess = (errors - found.noise[:, kinds]).clamp_min(0.0)
-    share, clear = _centre_helps(found)
+    means = errors.mean(0)
+    share, clear = _centre_helps(found, float(means[kinds == 1].min() - means[kinds == 0].min()))
     allowed = torch.tensor([share == (method in SHARED) for method in METHODS])
     masked = torch.where(allowed, errors, math.inf)
     picks = masked.argmin(1)
@@ -273,13 +274,14 @@ def _warnings(found: Findings, r2: Tensor, flat: tuple[float, float]) -> list[st
     return parts
 
 
-def _centre_helps(found: Findings) -> tuple[bool, bool]:
+def _centre_helps(found: Findings, predicted: float) -> tuple[bool, bool]:
     """Decide for all clients together whether sharing a model helps, and whether the decision is clear.
 
-    The measured reduction of the error decides.
+    The measured reduction of the error decides. If it is within a standard error of zero, its sum with the
+    `predicted` reduction decides.
     """
     clear = abs(found.support) > CLEAR * found.doubt
-    return (calibration.sharing(found) > 0.5 if found.exact else found.support > 0), clear
+    return found.support + (0.0 if clear or not found.exact else predicted) > 0, clear
 
 
 def _matters_little(found: Findings, shared: float, alone: float) -> bool:

@@ -129,7 +129,7 @@ FLOORS = {  # wide and few do not reach all bars (docs/advisor.md): these keep w
     "reference": BARS,
     "even": BARS,
     "middling": BARS,
-    "wide": {**BARS, "exact": 0.73, "federation": 0.83},
+    "wide": {**BARS, "federation": 0.86},
     "few": {"exact": 0.65, "within": 0.80, "federation": 0.75},
 }
 
@@ -140,7 +140,7 @@ def test_eighty_random_worlds(kind):
     found = summary(kind, range(5000, 5080))
     print(kind, {name: round(value, 3) for name, value in found.items()})
     assert all(found[name] >= bar for name, bar in FLOORS[kind].items()), found
-    assert found["log_excess"] <= (0.07 if kind == "few" else 0.06)
+    assert found["log_excess"] <= (0.065 if kind == "few" else 0.06)
     assert found["three_clear"] >= 0.88
 
 
