@@ -117,7 +117,7 @@ Made by `python -m benchmarks.bars`, with methods of `python -m benchmarks.trees
 intervals where there are several splits. One split says little: differences between splits are larger than most
 between methods (`trees.md` has five). Pooled methods have all rows in one place; `auto`, the single methods and the
 mixed model (`hierarchical` with random intercepts) do not. "best single method" is the best in hindsight of
-{", ".join(SINGLE)}. `auto` has {ROUNDS} rounds and so at most {ROUNDS} trees, the other trees up to {TREES}. The last
+{", ".join(SINGLE)}. `auto` has {ROUNDS} rounds of three trees, the other trees up to {TREES}. The last
 column is the paired difference to the best of the pooled methods and the mixed model in hindsight. Lower RMSE and
 log-loss are better, higher accuracy and AUC."""
 
