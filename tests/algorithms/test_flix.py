@@ -272,3 +272,14 @@ def test_the_cost_of_rounds_is_what_the_ledger_says(settings):
         assert cost(algorithm, federation(), rounds) <= budget
         more = cost(algorithm, federation(), rounds + 1)
         assert more > budget or algorithm.solver == "one-shot"
+
+
+def test_the_servers_shift_is_the_mean_of_all_clients_shifts_when_some_are_away(logistic):
+    """DIANA and EF21: whoever is away keeps its h_i, so that a change counts for its share of all clients only."""
+    for solver, how in (("diana", "rand-2"), ("ef21", "top-2")):
+        fed = logistic(dropout=0.4)
+        method = FLIX(alpha=0.6, solver=solver, compressor=how, lr=0.05)
+        ran, state = list(states(fed, method, 12))[-1]
+        column = ran.runtime.store.columns["h"]
+        shifts = column.rows[column.slot] * (column.slot >= 0).unsqueeze(-1)
+        assert torch.allclose(state.h, shifts.sum(0) / fed.n, atol=1e-12), solver
