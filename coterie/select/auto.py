@@ -21,7 +21,8 @@ from coterie.models.metrics import Metric, resolve
 from coterie.models.trees import Trees
 from coterie.select.advice import Advice, algorithm
 from coterie.select.advise import advise
-from coterie.select.auto_explain import reasons
+from coterie.select.auto_explain import guard_sentence, reasons
+from coterie.select.auto_guard import keep_own, who_keeps_its_own
 from coterie.select.auto_race import Entrant, Race, Watch, cost, every
 from coterie.select.cross_validation import can_fold
 from coterie.select.grid import candidates, trained_by
@@ -61,6 +62,8 @@ class Choice:
         Every entrant of the race with its settings, rounds and validation score.
     advice
         What the advisor said first; None where it has nothing to say about the model.
+    own
+        Clients that keep the model of training alone, and the run that it is from.
     """
 
     run: Run
@@ -68,6 +71,7 @@ class Choice:
     why: list[str]
     rows: list[dict[str, Any]] = field(repr=False)
     advice: Advice | None = field(default=None, repr=False)
+    own: tuple[list[int], Run | None] = field(default=([], None), repr=False)
 
     def text(self) -> str:
         """Return the reasons as text."""
@@ -80,6 +84,7 @@ class Choice:
             "settings": self.run.algorithm.settings(),
             "sure": self.sure,
             "why": self.why,
+            "own_models": [self.run.fed.names[k] for k in self.own[0]],
             "race": self.rows,
             "advice": None if self.advice is None else self.advice.json(),
         }
@@ -101,6 +106,7 @@ def choose(
     budget_mb: float | None = None,
     watch: Watch | None = None,
     metric: str | Metric | None = None,
+    guard: bool = True,
 ) -> Choice:
     """Choose the method and settings with the lowest loss on rows held out, by a race under a stated budget.
 
@@ -120,6 +126,9 @@ def choose(
         Called with what is being done, rounds done and rounds in all.
     metric
         Metric that decides instead of the loss, such as 'auc'.
+    guard
+        Let clients keep the model of training alone if rows held out speak against the winner with a probability of
+        at least 0.8.
 
     Returns
     -------
@@ -150,7 +159,16 @@ def choose(
     winner = race.run(field_.first, field_.more)
     assert winner.running is not None
     why, sure = reasons(race, winner, advice)
-    return Choice(winner.running.finish(), sure, why, race.rows(winner), advice)
+    choice = Choice(winner.running.finish(), sure, why, race.rows(winner), advice)
+    clients = who_keeps_its_own(race, winner) if guard else []
+    if clients:
+        alone = race.alone()
+        assert alone is not None and alone.running is not None
+        kept = alone.running.finish()
+        choice.own = clients, kept
+        keep_own(choice.run, kept, clients)
+        why.append(guard_sentence([fed.names[k] for k in clients], fed.n))
+    return choice
 
 
 def fit_chosen(
@@ -180,6 +198,9 @@ def fit_chosen(
     if score_test and fed.has_rows("test"):
         run.score_test()
     train_again(run, refit)
+    clients, alone = choice.own
+    if alone is not None and run.refit != "none":
+        keep_own(run, train_again(alone, refit), clients)
     if out is not None:
         save(choice, Path(out))
     return ChosenRun(**vars(run), choice=choice)

@@ -46,6 +46,15 @@ def reasons(race: Race, winner: Entrant, advice: Advice | None) -> tuple[list[st
     return lines, verdict.sign > 0
 
 
+def guard_sentence(names: list[str], clients: int) -> str:
+    """Say who keeps a model of its own."""
+    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"{len(names)} of {clients} clients ({shown}) keep the model that they trained alone, because rows held out "
+        "speak against the other one for them."
+    )
+
+
 def _differs(advice: Advice, winner: Entrant) -> str:
     """Say why the race need not agree with the advisor."""
     return (
