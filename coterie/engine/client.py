@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -179,14 +179,15 @@ class Client:
         self,
         x: Tensor,
         lr: float,
-        steps: int,
+        steps: int | Tensor,
         *,
         prox: float = 0.0,
         anchor: Tensor | None = None,
+        linear: Tensor | None = None,
         stream: str = "",
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor)), each on a fresh minibatch.
+        """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor) + linear), each on a fresh minibatch.
 
         An algorithm with the setting `optimizer` takes steps of that optimiser instead, whose memory the client keeps,
         one for each stream.
@@ -197,12 +198,14 @@ class Client:
             Where the steps start.
         lr : float
             Step size.
-        steps : int
-            Number of steps.
+        steps : int or Tensor, [..., 1]
+            Number of steps, or one for each client; the stream is then not continued by later calls.
         prox : float, optional
             Strength of the pull to `anchor`.
         anchor : Tensor, [..., d], optional
             What x is pulled to.
+        linear : Tensor, [..., d], optional
+            What is added to every gradient, such as a difference of control variates.
         stream : str, optional
             Name of the sequence of minibatches. Descents of one phase with different names draw independent ones.
         mask : Tensor, [d], optional
@@ -212,17 +215,27 @@ class Client:
         -------
         Tensor, [..., d]
         """
+        if isinstance(steps, Tensor):
+            return self._sgd_by_count(
+                x, lr, steps, prox=prox, anchor=anchor, linear=linear, stream=stream, mask=mask
+            )
         rows, x = self._runtime.train, materialize(x)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
+        if (
+            linear is not None and anchor is not None
+        ):  # prox (x - anchor) + linear is a pull to another anchor
+            anchor, linear = anchor - linear / prox, None
         if self.private is not None and stream in self.stays:
             with self._free():
-                return self.sgd(x, lr, steps, prox=prox, anchor=anchor, stream=stream, mask=mask)
+                return self.sgd(
+                    x, lr, steps, prox=prox, anchor=anchor, linear=linear, stream=stream, mask=mask
+                )
         full = self._all_rows or self.private is not None
         stacked = len(self.lead) == 1 and not self._runtime.loop and x.device.type == "cpu"
         plain = self.optimizer == "sgd"
         if plain and stacked and mask is None and steps and not full:
             draws = self.batches.draws(stream, steps)
-            job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads)
+            job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads, linear)
             path = fast.find("sgd", job)
             if path is not None:
                 self.batches.skip(stream, steps)
@@ -240,6 +253,8 @@ class Client:
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
+            if linear is not None:
+                grad.add_(linear)
             if mask is not None:
                 grad.mul_(mask)
             if memory is not None:
@@ -251,6 +266,38 @@ class Client:
         if memory is not None:
             setattr(self.keep, kept, memory)
         return x
+
+    def _sgd_by_count(
+        self,
+        x: Tensor,
+        lr: float,
+        steps: Tensor,
+        *,
+        anchor: Tensor | None,
+        linear: Tensor | None,
+        **same: Any,
+    ) -> Tensor:
+        """Return x after numbers of steps that differ; clients with the same number make a stack."""
+        if self.optimizer != "sgd":
+            raise SettingError("clients with different numbers of local steps take plain SGD steps")
+        x, counts = materialize(x), steps.detach().round().long().squeeze(-1)
+        ends = x.clone()
+        for count in counts.unique().tolist():
+            where = (counts == count).nonzero().squeeze(-1) if self.lead else ...
+            own_anchor = None if anchor is None else materialize(anchor)[where]
+            own_linear = None if linear is None else materialize(linear)[where]
+            part = self._part(where)
+            ends[where] = materialize(
+                part.sgd(x[where], lr, count, anchor=own_anchor, linear=own_linear, **same)
+            )
+        return ends
+
+    def _part(self, where: Any) -> Client:
+        """Return some of these clients, with the same draws."""
+        at = where if self._at is None else self._at[where]
+        part = Client(self._runtime, at, lambda: self.keys[where], self._batch, threads=self.threads)
+        part.private, part.stays, part.use, part._noisy = self.private, self.stays, self.use, self._noisy
+        return part
 
     def _kept_memory(self, name: str, x: Tensor) -> Tensor:
         """Return what the optimiser remembers of the steps before, nothing at first."""

@@ -1,9 +1,9 @@
 """Fast path: local SGD of a generalised linear model in the dual, where models are combinations of a client's rows.
 
-Gradients are combinations of rows, so the weights stay  w_t = a_t w_0 + b_t c + C_t X  where c is the anchor. The
-scores of the rows at w_t follow from those at w_0 and c and from the inner products X X', and the steps touch nothing
-as long as w: all rows are read twice, at the start and at the end, instead of a minibatch twice in every step. In C a
-client's rows are still in the processor's cache when they are read again.
+Gradients are combinations of rows, so the weights stay  w_t = a_t w_0 + b_t c + C_t X  where c is the anchor or is
+added to every gradient. The scores of the rows at w_t follow from those at w_0 and c and from the inner products X X',
+and the steps touch nothing as long as w: all rows are read twice, at the start and at the end, instead of a minibatch
+twice in every step. In C a client's rows are still in the processor's cache when they are read again.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def run(job: SgdJob) -> LazyModels:
         anchors = job.anchor.unflatten(-1, shape)
     pulled = job.lr * job.prox if anchors is not None else 0.0
     keeps, share, anchor_share = 1 - pulled - job.lr * model.l2, 1.0, 0.0
+    if job.linear is not None:
+        anchors, pulled = job.linear.unflatten(-1, shape), -job.lr
     for _ in job.draws.numbers:
         share, anchor_share = share * keeps, anchor_share * keeps + pulled
     rates = Rates(job.lr, keeps, pulled, share, anchor_share)
