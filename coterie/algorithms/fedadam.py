@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import Algorithm, Reveals, setting
-from coterie.engine.client import Client
+from coterie.algorithms.base import setting
+from coterie.algorithms.fedavg import FedAvg
 from coterie.engine.federation import Federation
-from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.state import State
 
 
 @dataclass(frozen=True)
-class FedAdam(Algorithm):
+class FedAdam(FedAvg):
     """One shared model; the mean move is a gradient to the server's Adam (Reddi et al., ICLR 2021, arXiv:2003.00295).
 
     delta = mean_i y_i - x,   y_i = x after `steps` SGD steps on client i
@@ -36,20 +33,10 @@ class FedAdam(Algorithm):
     [1.0, 1.0]
     """
 
-    lr: float = setting(0.05, "local step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3))
     server_lr: float = setting(0.03, "step size of the server", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3))
     beta1: float = setting(0.9, "memory of the mean move", low=0, high=0.9999)
     beta2: float = setting(0.99, "memory of the squared moves", low=0, high=0.9999)
     tau: float = setting(1e-3, "smallest scale of a move: how adaptive the server is", above=0)
-    steps: int = setting(5, "local steps per round", low=1)
-    participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
-    weighting: str = setting(
-        "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
-    )
-    optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
-    reveals: ClassVar[Reveals] = {"train": "model"}
-
-    starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
 
     def start(self, fed: Federation) -> State:
         x = fed.initial_model()
@@ -64,12 +51,3 @@ class FedAdam(Algorithm):
 
     def _second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         return self.beta2 * v + (1 - self.beta2) * square
-
-    def train(self, client: Client, x: Tensor) -> Tensor:
-        return client.sgd(x, self.lr, self.steps)
-
-    def deploy(self, client: Client, x: Tensor) -> Tensor:
-        return x
-
-    def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        return {"train": (d, d)}

@@ -81,6 +81,10 @@ class Client:
         """Number of training rows, [..., 1]."""
         return self._pick(self._runtime.train.size).unsqueeze(-1).to(self._runtime.dtype)
 
+    def count(self, split: str) -> Tensor:
+        """Return the number of rows of 'train' or 'validation', [..., 1]."""
+        return self._pick(self._visible(split).size).unsqueeze(-1)
+
     @property
     def cluster(self) -> Tensor:
         """Known cluster, [..., 1]."""
@@ -339,8 +343,7 @@ class Client:
             at, along = pair.chunk(2, -1)
             return self.model.hvp(at, along, inputs, targets, weight)
 
-        pair = torch.cat([x, v], -1)
-        return self.over_rows(product, pair) if self._all_rows else self._on_minibatch(product, pair, "")
+        return self.over_batch(product, torch.cat([x, v], -1))
 
     def loss(self, x: Tensor, split: str = "train") -> Tensor:
         """Return the loss at x on all rows of 'train' or 'validation', [..., 1]."""
@@ -462,6 +465,12 @@ class Client:
             result[place] = part
         assert result is not None
         return result
+
+    def over_batch(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Return function(x, inputs, targets, weight) of a fresh minibatch, which is drawn as in `grad`."""
+        self._require_free("functions of its rows")
+        x = materialize(x)
+        return self.over_rows(function, x) if self._all_rows else self._on_minibatch(function, x, "")
 
     def uniform(self, purpose: str, count: int = 1) -> Tensor:
         """Return private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
