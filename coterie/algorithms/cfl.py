@@ -79,22 +79,23 @@ class Cfl(Algorithm):
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
         moves = r.values - s.models[s.labels[r.ids]]
+        lengths = norm(moves)
         models = r.mean(uniform=self.weighting == "uniform", by=s.labels, default=s.models)
-        longest = torch.maximum(s.longest, norm(moves).amax())
+        longest = torch.maximum(s.longest, lengths.amax())
         labels, parents = s.labels, list(range(len(models)))
         for k in range(len(s.models)):
             inside = (s.labels[r.ids] == k).nonzero().squeeze(1)
-            if self._wants_apart(moves[inside], norm(models[k] - s.models[k]), longest):
+            if self._wants_apart(lengths[inside], norm(models[k] - s.models[k]), longest):
                 second = self._second_part(moves[inside])
                 if self.smallest <= int(second.sum()) <= len(inside) - self.smallest:
                     labels = labels.index_fill(0, r.ids[inside[second]], len(parents))
                     parents.append(k)
         return State(models=models[parents], labels=labels, longest=longest)
 
-    def _wants_apart(self, moves: Tensor, mean: Tensor, longest: Tensor) -> bool:
-        if len(moves) < 2 * self.smallest:
+    def _wants_apart(self, lengths: Tensor, mean: Tensor, longest: Tensor) -> bool:
+        if len(lengths) < 2 * self.smallest:
             return False
-        now = norm(moves).amax()
+        now = lengths.amax()
         return bool((mean < self.still * now) & (now > self.moving * longest))
 
     @staticmethod

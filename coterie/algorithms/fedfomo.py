@@ -64,22 +64,21 @@ class FedFomo(Algorithm):
         client.keep.personal = client.initial_model()
 
     def train(self, client: Client, others: Tensor) -> dict[str, Tensor]:
-        own, each = client.keep.personal, range(others.shape[-2])
-        loss = self._loss(client, own)
-        gains = [
-            (loss - self._loss(client, others[..., k, :])).clamp(min=0)
-            / norm(others[..., k, :] - own).clamp(min=1e-12)
-            for k in each
-        ]
-        weights = torch.cat([*gains, torch.zeros_like(loss)], -1)[..., :-1]
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-        mixed = own + (weights.unsqueeze(-1) * (others - own.unsqueeze(-2))).sum(-2)
+        own = client.keep.personal
+        apart = others - own.unsqueeze(-2)
+        losses = self._losses(client, torch.cat([own.unsqueeze(-2), others], -2))
+        gains = (losses[..., :1] - losses[..., 1:]).clamp(min=0) / norm(apart).squeeze(-1).clamp(min=1e-12)
+        weights = gains / gains.sum(-1, keepdim=True).clamp(min=1e-30)
+        mixed = own + (weights.unsqueeze(-2) @ apart).squeeze(-2)
         client.keep.personal = client.sgd(mixed, self.lr, self.steps)
         return {"model": client.keep.personal, "weights": weights}
 
-    def _loss(self, client: Client, x: Tensor) -> Tensor:
-        held, known = client.error(x, "validation"), client.count("validation") > 0
-        return held if known.all() else torch.where(known, held, client.error(x))
+    def _losses(self, client: Client, models: Tensor) -> Tensor:
+        known = client.count("validation") > 0
+        if not known.any():
+            return client.errors(models)
+        held = client.errors(models, "validation")
+        return held if known.all() else torch.where(known, held, client.errors(models))
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.personal

@@ -23,7 +23,7 @@ class FedNova(Algorithm):
 
     With means weighted by rows FedAvg would weigh a client by rows times steps, and so minimise another objective; this
     takes out the steps. With equal numbers of steps it is FedAvg. Local steps are plain SGD, for which the paper's
-    |a_i|_1 is tau_i.
+    |a_i|_1 is tau_i; the server knows it from the numbers of rows.
 
     Examples
     --------
@@ -50,17 +50,21 @@ class FedNova(Algorithm):
     def round(self, fed: Federation, s: State, t: int) -> State:
         r = fed.map(self.train, x=s.x, to=fed.sample(t, self.participation))
         uniform = self.weighting == "uniform"
-        effective = r.mean("steps", uniform=uniform)
-        return State(x=s.x - self.server_lr * self.lr * effective * r.mean("direction", uniform=uniform))
+        direction = r.mean(uniform=uniform)
+        weights = torch.ones_like(r.weights) if uniform else r.weights
+        effective = (weights * self._steps(r.weights)).sum() / weights.sum()
+        return State(x=s.x - self.server_lr * self.lr * effective * direction)
 
-    def train(self, client: Client, x: Tensor) -> dict[str, Tensor]:
-        size = client.size
-        steps = self.epochs * (torch.ceil(size / self.batch) if self.batch else torch.ones_like(size))
-        y = client.sgd(x, self.lr, steps)
-        return {"direction": (x - y) / (steps * self.lr), "steps": steps}
+    def _steps(self, rows: Tensor) -> Tensor:
+        """Return the number of local steps of clients with so many rows."""
+        return self.epochs * (torch.ceil(rows / self.batch) if self.batch else torch.ones_like(rows))
+
+    def train(self, client: Client, x: Tensor) -> Tensor:
+        steps = self._steps(client.size)
+        return (x - client.sgd(x, self.lr, steps)) / (steps * self.lr)
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return x
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        return {"train": (d, d + 1)}
+        return {"train": (d, d)}

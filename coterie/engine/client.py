@@ -360,6 +360,17 @@ class Client:
         rows = self._visible(split)
         return client_sums(self.model, materialize(x), rows, self._at, [LOSS])[LOSS.name]
 
+    def errors(self, models: Tensor, split: str = "train") -> Tensor:
+        """Return `error` of several models [..., m, d], [..., m]; the rows are read once."""
+        self._require_free("losses")
+
+        def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            each = (w[..., k, :] for k in range(w.shape[-2]))
+            sums = [self.model.measure(one, inputs, targets, weight, [LOSS])[LOSS.name] for one in each]
+            return torch.cat(sums, -1)
+
+        return self.over_rows(measured, models, self._visible(split), reduce=False)
+
     def features(self, x: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor]:
         """Return what reaches the model's last layer at x, with targets and weights of the rows.
 
