@@ -25,7 +25,7 @@ class Apfl(Algorithm):
     x <- mean_i w_i;   once a round alpha_i <- alpha_i - lr <grad f_i(u), v_i - w>, kept in [0, 1]
     client i deploys alpha_i v_i + (1 - alpha_i) x
 
-    alpha = 0 is FedAvg and alpha = 1 training alone, if it does not adapt. As in the authors' code, alpha_i moves
+    alpha = 0 is FedAvg and alpha = 1 training alone, if it is not learned. As in the authors' code, alpha_i moves
     after the first step of a round.
 
     Examples
@@ -42,7 +42,7 @@ class Apfl(Algorithm):
     alpha: float = setting(
         0.5, "weight of the personal model at first", low=0, high=1, tune=(0.25, 0.5, 0.75)
     )
-    adapt: bool = setting(True, "learn the weight of the personal model")
+    learn_alpha: bool = setting(True, "learn the weight of the personal model")
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     weighting: str = setting(
@@ -68,7 +68,7 @@ class Apfl(Algorithm):
             grad, own = client.grad(w), client.grad(torch.lerp(w, v, alpha), again=True)
             slope = dot(own, v - w)
             w, v = w - self.lr * grad, v - self.lr * alpha * own
-            if self.adapt and k == 0:
+            if self.learn_alpha and k == 0:
                 alpha = (alpha - self.lr * slope).clamp(0, 1)
         client.keep.personal, client.keep.alpha = v, alpha
         return w

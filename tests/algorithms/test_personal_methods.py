@@ -34,7 +34,7 @@ def descend(ref, t, client, w, *, change=lambda y: 0.0, steps=STEPS, first=1, lr
 @pytest.mark.parametrize("adapt", [True, False])
 def test_apfl_is_a_plain_loop(reference, adapt):
     ref = reference()
-    run = trained(ref.fed, "apfl", steps=STEPS, adapt=adapt, alpha=0.4)
+    run = trained(ref.fed, "apfl", steps=STEPS, learn_alpha=adapt, alpha=0.4)
     x, v, alpha = np.zeros(3), np.zeros((4, 3)), np.full(4, 0.4)
     for t in range(1, ROUNDS + 1):
         ends = []
@@ -57,9 +57,9 @@ def test_apfl_is_a_plain_loop(reference, adapt):
 
 def test_apfl_at_its_ends_is_fedavg_and_training_alone(reference):
     fed = reference().fed
-    shared = trained(fed, "apfl", alpha=0.0, adapt=False, batch=0)
+    shared = trained(fed, "apfl", alpha=0.0, learn_alpha=False, batch=0)
     torch.testing.assert_close(shared.personal, trained(fed, "fedavg", batch=0).personal, **EXACT)
-    alone = trained(fed, "apfl", alpha=1.0, adapt=False)
+    alone = trained(fed, "apfl", alpha=1.0, learn_alpha=False)
     torch.testing.assert_close(alone.personal, trained(fed, "local").personal, **EXACT)
 
 
