@@ -43,7 +43,10 @@ class FedAmp(PersonalAggregates):
 
     def weights(self, fed: Federation, models: Tensor) -> Tensor:
         n = len(models)
-        squares = torch.cdist(models, models).square()
+        centred = models - models.mean(0)
+        products = centred @ centred.t()
+        lengths = products.diagonal()
+        squares = (lengths + lengths.unsqueeze(1) - 2 * products).clamp(min=0)
         apart = squares[~torch.eye(n, dtype=torch.bool, device=models.device)]
         scale = self.sigma * (apart.median() if n > 1 else squares.sum())
         xi = self.share / max(1, n - 1) * torch.exp(-squares / scale.clamp(min=torch.finfo(scale.dtype).tiny))

@@ -25,8 +25,8 @@ class FedSoft(Algorithm):
     v_i <- v_i - lr (grad f_i(v_i) + lam sum_s u_is (v_i - c_s)),   `steps` times a round
     c_s <- sum_i n_i u_is v_i / sum_i n_i u_is,   n_i the rows of client i
 
-    The pulls to all centres are one pull, to sum_s u_is c_s. Deviation: shares are counted anew in every round, where
-    the paper has an interval; centres start at different points, as in ifca.
+    The pulls to all centres are one pull, to sum_s u_is c_s. Shares are counted when a client begins and in every
+    `interval`-th round. Deviation: all clients of a round train, where the paper draws some for each centre.
 
     Examples
     --------
@@ -43,6 +43,7 @@ class FedSoft(Algorithm):
     lam: float = setting(0.1, "strength of the pull to the centres", low=0, tune=(0.01, 0.1, 0.3, 1.0))
     centres: int = setting(3, "cluster centres", low=1, tune=(2, 3, 5))
     floor: float = setting(1e-3, "smallest share of a centre at a client", above=0, high=1)
+    interval: int = setting(5, "rounds between two counts of the shares", low=1)
     spread: float = setting(0.1, "standard deviation of the noise added to each starting centre", low=0)
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
@@ -53,20 +54,22 @@ class FedSoft(Algorithm):
         return State(centres=several_starts(fed, "fedsoft", self.centres, self.spread))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        r = fed.map(self.train, centres=s.centres, to=fed.sample(t, self.participation))
+        due = (t - 1) % self.interval == 0
+        r = fed.map(self.train, centres=s.centres, count=due, to=fed.sample(t, self.participation))
         if len(r) == 0:
             return s
         weights = (r.weights * r["shares"]).t()
         return State(centres=weights @ r["model"] / weights.sum(1, keepdim=True))
 
-    def begin(self, client: Client) -> None:
-        client.keep.personal = client.initial_model()
+    def begin(self, client: Client, centres: Tensor) -> None:
+        client.keep.personal, client.keep.shares = client.initial_model(), self._shares(client, centres)
 
-    def train(self, client: Client, centres: Tensor) -> dict[str, Tensor]:
-        shares = self._shares(client, centres)
+    def train(self, client: Client, centres: Tensor, count: bool) -> dict[str, Tensor]:
+        shares = self._shares(client, centres) if count else client.keep.shares
         middle = (shares.unsqueeze(-1) * centres).sum(-2)
         v = client.keep.personal
         client.keep.personal = client.sgd(v, self.lr, self.steps, prox=self.lam, anchor=middle)
+        client.keep.shares = shares
         return {"model": client.keep.personal, "shares": shares}
 
     def _shares(self, client: Client, centres: Tensor) -> Tensor:
@@ -88,4 +91,4 @@ class FedSoft(Algorithm):
         return mean
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        return {"begin": (0, 0), "train": (self.centres * d, d + self.centres)}
+        return {"begin": (self.centres * d, 0), "train": (self.centres * d + 1, d + self.centres)}

@@ -92,7 +92,7 @@ class Workspace:
     def __init__(self, rows: Rows) -> None:
         self._rows, self._making = rows.x.dtype, threading.Lock()
         self.largest, self.clients = rows.largest, len(rows)
-        self.usual: str | None = None  # "even" or "by rows"
+        self.usual: str | None = None  # "even" or "by rows"; "written" if models themselves were needed
         self._gram: tuple[Tensor, Tensor] | None = None
 
     def gram(self) -> tuple[Tensor, Tensor]:
@@ -171,15 +171,24 @@ class DualDescent:
     def usual_weights(self, dtype: torch.dtype) -> Tensor | None:
         """Return the weights [k, 1] of the last average asked for."""
         usual = workspace(self.rows).usual
-        return None if usual is None else self._weights(usual, dtype)
+        return None if usual in (None, "written") else self._weights(usual, dtype)
+
+    @property
+    def usually_written(self) -> bool:
+        """Whether the models themselves were needed the last time."""
+        return workspace(self.rows).usual == "written"
 
     def note_weights(self, weights: Tensor | None) -> None:
         """Remember the weights of an average, or that the models themselves were needed."""
-        kinds = ("even", "by rows") if weights is not None else ()
-        found = (kind for kind in kinds if torch.equal(self._weights(kind, weights.dtype), weights))  # type: ignore
+        if weights is None:
+            workspace(self.rows).usual = "written"
+            return
+        found = (
+            kind for kind in ("even", "by rows") if torch.equal(self._weights(kind, weights.dtype), weights)
+        )
         workspace(self.rows).usual = next(found, None)
 
-    def _weights(self, kind: str, dtype: torch.dtype) -> Tensor:
+    def _weights(self, kind: str | None, dtype: torch.dtype) -> Tensor:
         if kind == "even":
             return torch.ones(self.tables.shape[0], 1, dtype=dtype)
         return self.sizes.to(dtype).unsqueeze(-1)

@@ -25,6 +25,10 @@ class Descents(Protocol):
     def usual_weights(self, dtype: torch.dtype) -> Tensor | None:
         """Return the weights [k, 1] of the last average asked for, which is likely the next one too."""
 
+    @property
+    def usually_written(self) -> bool:
+        """Whether the models themselves were needed the last time."""
+
     def note_weights(self, weights: Tensor | None) -> None:
         """Remember the weights of an average, or that the models themselves were needed."""
 
@@ -82,7 +86,9 @@ class LazyModels(Tensor):
 
     def witness(self) -> Tensor:
         """Return a number that is finite only if all models are."""
-        if not self._begun:
+        if not self._begun and self.descents.usually_written:
+            self.written()
+        elif not self._begun:
             self._compute(self.descents.usual_weights(self.tables.dtype))
         return self.descents.witness
 
