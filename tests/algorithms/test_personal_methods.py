@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,14 +163,20 @@ def test_opposite_clients_get_no_weight(reference, name):
 # FedFomo
 
 
-def test_fedfomo_is_a_plain_loop(reference):
-    """Everybody is a candidate of everybody; models are compared on the training rows, as there are no others."""
-    ref = reference()
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_fedfomo_is_a_plain_loop(reference, split):
+    """Everybody is a candidate of everybody; without validation rows models are compared on the training rows."""
+    ref, most = reference((12, 18, 60, 24), noise=2.0), 0
+    if split == "validation":
+        fed = Federation.from_arrays(ref.xs, ref.ys, models.linear(), split=(0.5, 0.5, 0.0))
+        own = [fed.runtime.rows("train").of(k) for k in range(4)]
+        ref = replace(ref, fed=fed, xs=[x.numpy() for x, _ in own], ys=[y.numpy() for _, y in own])
     run = trained(ref.fed, "fedfomo", steps=STEPS, candidates=3)
     v, affinity = np.zeros((4, 3)), np.zeros((4, 4))
 
     def loss(k, w):
-        return 0.5 * np.mean((ref.xs[k] @ w - ref.ys[k]) ** 2)
+        x, y = (part.numpy() for part in ref.fed.runtime.rows(split).of(k))
+        return 0.5 * np.mean((x @ w - y) ** 2)
 
     for t in range(1, ROUNDS + 1):
         mixed = v.copy()
@@ -177,12 +184,14 @@ def test_fedfomo_is_a_plain_loop(reference):
             gains = np.zeros(4)
             for j in set(range(4)) - {k}:
                 gains[j] = max(0.0, loss(k, v[k]) - loss(k, v[j])) / max(1e-12, np.linalg.norm(v[j] - v[k]))
+            most = max(most, (gains > 0).sum())
             gains = gains / max(1e-30, gains.sum())
             affinity[k] += gains
             mixed[k] = v[k] + gains @ (v - v[k])
         v = np.array([descend(ref, t, k, mixed[k], call=int(t == 1)) for k in range(4)])
     np.testing.assert_allclose(run.personal, v, **EXACT)
     np.testing.assert_allclose(run.state.affinity, affinity, **EXACT)
+    assert most >= 2 or split == "train"
 
 
 def test_fedfomo_weighs_its_own_kind_by_validation_rows(reference):
