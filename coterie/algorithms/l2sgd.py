@@ -22,9 +22,8 @@ class L2Sgd(Algorithm):
     with probability p:   x <- mean_j v_j,   v_i <- v_i - (lr lam / p) (v_i - x)
     otherwise:            v_i <- v_i - lr/(1-p) grad f_i(v_i)
 
-    A round is what happens from one mean to the next: a random number of local steps, (1-p)/p on average, that the
-    server draws and sends. lr stands for the paper's alpha/n. The iterates stay in a neighbourhood of the minimiser,
-    which shrinks with lr. Where lr lam / p is above 1, and would overshoot, a client takes the mean itself.
+    A round lasts from one mean to the next: a random number of local steps, (1-p)/p on average, that the server draws.
+    lr stands for the paper's alpha/n. The iterates stay near the minimiser, the nearer the smaller lr is.
 
     Examples
     --------
@@ -59,7 +58,7 @@ class L2Sgd(Algorithm):
 
     def _pulled(self, client: Client, x: Tensor) -> Tensor:
         """Return the personal model after its step to the mean x."""
-        return client.keep.personal.lerp(x, min(1.0, self.lr * self.lam / self.p))
+        return client.keep.personal.lerp(x, min(1.0, self.lr * self.lam / self.p))  # no overshoot
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
         return self._pulled(client, x)

@@ -225,10 +225,8 @@ class Client:
             )
         rows, x = self._runtime.train, materialize(x)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
-        if (
-            linear is not None and anchor is not None
-        ):  # prox (x - anchor) + linear is a pull to another anchor
-            anchor, linear = anchor - linear / prox, None
+        if linear is not None and anchor is not None:
+            anchor, linear = anchor - linear / prox, None  # both together are a pull to another anchor
         if self.private is not None and stream in self.stays:
             with self._free():
                 return self.sgd(
