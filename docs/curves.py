@@ -24,22 +24,38 @@ ROUNDS = 60
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 260, 46, 110, 28, 36
 LOW, HIGH = 0.8, 3.2  # validation RMSE at the bottom and the top; the noise alone is 1
 SETTINGS: dict[str, dict[str, Any]] = {
+    "apfl": {"lr": 0.01, "alpha": 0.75},
+    "cfl": {"lr": 0.03},
     "cobo": {"sampling": "all", "lr": 0.1, "rho": 0.3, "gamma": 0.1},
     "ditto": {"lr": 0.03, "lam": 0.3},
     "fc": {"lr": 0.3},
     "fedavg": {"lr": 0.3},
+    "fedadam": {"lr": 0.1},
+    "fedala": {"lr": 0.01, "mixing_lr": 10.0},
+    "fedamp": {"lr": 0.03, "lam": 1.0},
+    "feddyn": {"lr": 0.01},
+    "fedem": {"lr": 0.3, "components": 4},
+    "fedfomo": {"lr": 0.03},
+    "fednova": {"lr": 0.3},
+    "fedphp": {"lr": 0.3, "lam": 0.3, "mu": 0.5},
+    "fedprox": {"lr": 0.3},
+    "fedsoft": {"lr": 0.1, "centres": 4},
+    "fedyogi": {"lr": 0.1},
     "fine-tuned": {"lr": 0.01, "tuning_lr": 0.1},
     "fomaml": {"lr": 0.03, "inner_lr": 0.1, "tuning_steps": 5},
     "ftfa": {"lr": 0.01, "tuning_lr": 0.1},
     "ifca": {"lr": 0.03, "clusters": 4, "restarts": 5},
+    "l2sgd": {"lr": 0.03, "lam": 0.3},
     "local": {"lr": 0.01},
     "maml-fl": {"lr": 0.01, "tuning_lr": 0.1, "alpha": 0.001},
     "oracle": {"lr": 0.01},
     "pdl-tc": {"clusters": 4, "rule": "size"},
+    "pfedgraph": {"lr": 0.1},
     "pfedme": {"lr": 0.005, "lam": 1.0, "inner_steps": 10},
     "pfl-tc": {"clusters": 4, "rule": "size"},
     "reptile": {"lr": 0.1},
     "rtfa": {"lr": 0.01, "tuning_lr": 0.1},
+    "scaffold": {"lr": 0.03},
 }
 Curve = tuple[list[int], list[float]]
 

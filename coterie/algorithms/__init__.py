@@ -33,7 +33,7 @@ def all_algorithms() -> dict[str, type[Algorithm]]:
     --------
     >>> from coterie.algorithms import all_algorithms
     >>> list(all_algorithms())[:3]
-    ['async-al2sgd+', 'async-l2gd', 'cobo']
+    ['apfl', 'async-al2sgd+', 'async-l2gd']
     """
     found: dict[str, type[Algorithm]] = {}
     for module in pkgutil.iter_modules(__path__):

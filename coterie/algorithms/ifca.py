@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from coterie._core import randomness
 from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.finding import Finder
+from coterie.algorithms.several_starts import several_starts
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.optimizers import OPTIMIZERS
@@ -80,12 +80,8 @@ class Ifca(Finder):
         if not self.clusters:
             nobody = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
             return State(models=fed.initial_model().unsqueeze(0), labels=nobody, tried=0)
-        number = torch.arange(self.restarts * self.clusters, device=fed.device)
-        noise = randomness.normal(
-            randomness.slots(randomness.key(fed.seed, "ifca", number), fed.d), fed.dtype
-        )
-        first = torch.stack([self._initial(fed, k) for k in range(len(number))])
-        models = (first + self.spread * noise).view(self.restarts, self.clusters, fed.d)
+        models = several_starts(fed, self.name, self.restarts * self.clusters, self.spread)
+        models = models.view(self.restarts, self.clusters, fed.d)
         labels = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
         return State(models=models if self.restarts > 1 else models[0], labels=labels, tried=0)
 
@@ -183,10 +179,6 @@ class Ifca(Finder):
         sets = self.restarts
         given = {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
         return {**given, **self.finding_traffic(d), "weigh": (d, 1), "improve": (d, d)}
-
-    def _initial(self, fed: Federation, k: int) -> Tensor:
-        seed = int(randomness.key(fed.seed, "ifca start", k)) & 0x7FFFFFFF
-        return fed.model.initial(seed, fed.dtype, fed.device)
 
     def _chosen(self, client: Client, models: Tensor, judge: str = "all") -> tuple[Tensor, Tensor, Tensor]:
         """Return the model that fits best, its number and its loss."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,6 +80,10 @@ class Client:
     def size(self) -> Tensor:
         """Number of training rows, [..., 1]."""
         return self._pick(self._runtime.train.size).unsqueeze(-1).to(self._runtime.dtype)
+
+    def count(self, split: str) -> Tensor:
+        """Return the number of rows of 'train' or 'validation', [..., 1]."""
+        return self._pick(self._visible(split).size).unsqueeze(-1)
 
     @property
     def cluster(self) -> Tensor:
@@ -179,14 +183,15 @@ class Client:
         self,
         x: Tensor,
         lr: float,
-        steps: int,
+        steps: int | Tensor,
         *,
         prox: float = 0.0,
         anchor: Tensor | None = None,
+        linear: Tensor | None = None,
         stream: str = "",
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor)), each on a fresh minibatch.
+        """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor) + linear), each on a fresh minibatch.
 
         An algorithm with the setting `optimizer` takes steps of that optimiser instead, whose memory the client keeps,
         one for each stream.
@@ -197,12 +202,14 @@ class Client:
             Where the steps start.
         lr : float
             Step size.
-        steps : int
-            Number of steps.
+        steps : int or Tensor, [..., 1]
+            Number of steps, or one for each client; the stream is then not continued by later calls.
         prox : float, optional
             Strength of the pull to `anchor`.
         anchor : Tensor, [..., d], optional
             What x is pulled to.
+        linear : Tensor, [..., d], optional
+            What is added to every gradient, such as a difference of control variates.
         stream : str, optional
             Name of the sequence of minibatches. Descents of one phase with different names draw independent ones.
         mask : Tensor, [d], optional
@@ -212,17 +219,25 @@ class Client:
         -------
         Tensor, [..., d]
         """
+        if isinstance(steps, Tensor):
+            return self._sgd_by_count(
+                x, lr, steps, prox=prox, anchor=anchor, linear=linear, stream=stream, mask=mask
+            )
         rows, x = self._runtime.train, materialize(x)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
+        if linear is not None and anchor is not None:
+            anchor, linear = anchor - linear / prox, None  # both together are a pull to another anchor
         if self.private is not None and stream in self.stays:
             with self._free():
-                return self.sgd(x, lr, steps, prox=prox, anchor=anchor, stream=stream, mask=mask)
+                return self.sgd(
+                    x, lr, steps, prox=prox, anchor=anchor, linear=linear, stream=stream, mask=mask
+                )
         full = self._all_rows or self.private is not None
         stacked = len(self.lead) == 1 and not self._runtime.loop and x.device.type == "cpu"
         plain = self.optimizer == "sgd"
         if plain and stacked and mask is None and steps and not full:
             draws = self.batches.draws(stream, steps)
-            job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads)
+            job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads, linear)
             path = fast.find("sgd", job)
             if path is not None:
                 self.batches.skip(stream, steps)
@@ -240,6 +255,8 @@ class Client:
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
+            if linear is not None:
+                grad.add_(linear)
             if mask is not None:
                 grad.mul_(mask)
             if memory is not None:
@@ -251,6 +268,38 @@ class Client:
         if memory is not None:
             setattr(self.keep, kept, memory)
         return x
+
+    def _sgd_by_count(
+        self,
+        x: Tensor,
+        lr: float,
+        steps: Tensor,
+        *,
+        anchor: Tensor | None,
+        linear: Tensor | None,
+        **same: Any,
+    ) -> Tensor:
+        """Return x after numbers of steps that differ; clients with the same number make a stack."""
+        if self.optimizer != "sgd":
+            raise SettingError("clients with different numbers of local steps take plain SGD steps")
+        x, counts = materialize(x), steps.detach().round().long().squeeze(-1)
+        ends = x.clone()
+        for count in counts.unique().tolist():
+            where = (counts == count).nonzero().squeeze(-1) if self.lead else ...
+            own_anchor = None if anchor is None else materialize(anchor)[where]
+            own_linear = None if linear is None else materialize(linear)[where]
+            part = self._part(where)
+            ends[where] = materialize(
+                part.sgd(x[where], lr, count, anchor=own_anchor, linear=own_linear, **same)
+            )
+        return ends
+
+    def _part(self, where: Any) -> Client:
+        """Return some of these clients, with the same draws."""
+        at = where if self._at is None else self._at[where]
+        part = Client(self._runtime, at, lambda: self.keys[where], self._batch, threads=self.threads)
+        part.private, part.stays, part.use, part._noisy = self.private, self.stays, self.use, self._noisy
+        return part
 
     def _kept_memory(self, name: str, x: Tensor) -> Tensor:
         """Return what the optimiser remembers of the steps before, nothing at first."""
@@ -292,8 +341,7 @@ class Client:
             at, along = pair.chunk(2, -1)
             return self.model.hvp(at, along, inputs, targets, weight)
 
-        pair = torch.cat([x, v], -1)
-        return self.over_rows(product, pair) if self._all_rows else self._on_minibatch(product, pair, "")
+        return self.over_batch(product, torch.cat([x, v], -1))
 
     def loss(self, x: Tensor, split: str = "train") -> Tensor:
         """Return the loss at x on all rows of 'train' or 'validation', [..., 1]."""
@@ -309,6 +357,17 @@ class Client:
         self._require_free("losses")
         rows = self._visible(split)
         return client_sums(self.model, materialize(x), rows, self._at, [LOSS])[LOSS.name]
+
+    def errors(self, models: Tensor, split: str = "train") -> Tensor:
+        """Return `error` of several models [..., m, d], [..., m]; the rows are read once."""
+        self._require_free("losses")
+
+        def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            each = (w[..., k, :] for k in range(w.shape[-2]))
+            sums = [self.model.measure(one, inputs, targets, weight, [LOSS])[LOSS.name] for one in each]
+            return torch.cat(sums, -1)
+
+        return self.over_rows(measured, models, self._visible(split), reduce=False)
 
     def features(self, x: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor]:
         """Return what reaches the model's last layer at x, with targets and weights of the rows.
@@ -415,6 +474,12 @@ class Client:
             result[place] = part
         assert result is not None
         return result
+
+    def over_batch(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Return function(x, inputs, targets, weight) of a fresh minibatch, which is drawn as in `grad`."""
+        self._require_free("functions of its rows")
+        x = materialize(x)
+        return self.over_rows(function, x) if self._all_rows else self._on_minibatch(function, x, "")
 
     def uniform(self, purpose: str, count: int = 1) -> Tensor:
         """Return private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""

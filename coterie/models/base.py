@@ -318,9 +318,15 @@ class Model:
         return False
 
     def sgd(
-        self, w: Tensor, batches: Iterable[Any], lr: float, prox: float = 0.0, anchor: Tensor | None = None
+        self,
+        w: Tensor,
+        batches: Iterable[Any],
+        lr: float,
+        prox: float = 0.0,
+        anchor: Tensor | None = None,
+        linear: Tensor | None = None,
     ) -> Tensor:
-        """Take a step w <- w - lr (grad(w) + prox (w - anchor)) on each of these minibatches.
+        """Take a step w <- w - lr (grad(w) + prox (w - anchor) + linear) on each of these minibatches.
 
         Parameters
         ----------
@@ -334,6 +340,8 @@ class Model:
             Strength of the proximal term.
         anchor
             Point that it pulls to, [d].
+        linear
+            What is added to every gradient, [d].
 
         Returns
         -------

@@ -25,9 +25,9 @@ class BatchDraws(NamedTuple):
 
 
 class SgdJob(NamedTuple):
-    """Steps x <- x - lr (grad(x) + prox (x - anchor)), one per minibatch, for the clients `at` (None: all).
+    """Steps x <- x - lr (grad(x) + prox (x - anchor) + linear), one per minibatch, for the clients `at` (None: all).
 
-    `x` and `anchor` are [k, d]; `threads` may compute parts of the stack.
+    `x`, `anchor` and `linear` are [k, d], and one of the last two is None; `threads` may compute parts of the stack.
     """
 
     model: Model
@@ -39,3 +39,4 @@ class SgdJob(NamedTuple):
     anchor: Tensor | None
     draws: BatchDraws
     threads: int = 1
+    linear: Tensor | None = None

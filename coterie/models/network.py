@@ -144,16 +144,23 @@ class Network(Model):
         return plain and self.backends.prefers_loop(w, shape)
 
     def sgd(
-        self, w: Tensor, batches: Iterable[Batch], lr: float, prox: float = 0.0, anchor: Tensor | None = None
+        self,
+        w: Tensor,
+        batches: Iterable[Batch],
+        lr: float,
+        prox: float = 0.0,
+        anchor: Tensor | None = None,
+        linear: Tensor | None = None,
     ) -> Tensor:
         """Take a step on each minibatch; parameters are updated in place in a copy of `w` [d]."""
         path = fast.find("client sgd", self)
         if path is not None:
-            ends: Tensor = path.run(self, w, batches, lr, prox, anchor)
+            ends: Tensor = path.run(self, w, batches, lr, prox, anchor, linear)
             return ends
         w = w.clone()
         leaves = [part.detach().requires_grad_() for part in self.flat_module.parts(w)]
         middle = self.flat_module.parts(anchor) if anchor is not None and prox else None
+        added = self.flat_module.parts(linear) if linear is not None else None
         for batch in batches:
             with torch.enable_grad():
                 with computing_in(self.precision, w.device):
@@ -167,6 +174,8 @@ class Network(Model):
                         grad = grad + self.l2 * leaf
                     if middle is not None:
                         grad = grad + prox * (leaf - middle[k])
+                    if added is not None:
+                        grad = grad + added[k]
                     leaf.sub_(grad, alpha=lr)
         return w
 

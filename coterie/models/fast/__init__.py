@@ -10,7 +10,7 @@ commas leaves only those on.
 | operation | asked by | arguments of `supports` and `run` |
 |---|---|---|
 | sgd | `client.sgd` | an `SgdJob`: local SGD of a stack of clients |
-| client sgd | parallel-clients | model, w [d], minibatches, lr, prox, anchor: local SGD of one client |
+| client sgd | parallel-clients | model, w [d], minibatches, lr, prox, anchor, linear: local SGD of one client |
 | gradient | `Network.grad` | model, w [k, d], x, y, weight: gradients of a stack of clients |
 | client gradient | `Network.grad` | model, w [d], x, y, weight: the gradient of one client |
 | statistics | `client.full_grad`, `loss`, `solve` | model, rows: sums over rows that replace the rows |

@@ -1,9 +1,9 @@
 """Fast path: local SGD of a generalised linear model in the dual, where models are combinations of a client's rows.
 
-Gradients are combinations of rows, so the weights stay  w_t = a_t w_0 + b_t c + C_t X  where c is the anchor. The
-scores of the rows at w_t follow from those at w_0 and c and from the inner products X X', and the steps touch nothing
-as long as w: all rows are read twice, at the start and at the end, instead of a minibatch twice in every step. In C a
-client's rows are still in the processor's cache when they are read again.
+Gradients are combinations of rows, so the weights stay  w_t = a_t w_0 + b_t c + C_t X  where c is the anchor or is
+added to every gradient. The scores of the rows at w_t follow from those at w_0 and c and from the inner products X X',
+and the steps touch nothing as long as w: all rows are read twice, at the start and at the end, instead of a minibatch
+twice in every step. In C a client's rows are still in the processor's cache when they are read again.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def run(job: SgdJob) -> LazyModels:
         anchors = job.anchor.unflatten(-1, shape)
     pulled = job.lr * job.prox if anchors is not None else 0.0
     keeps, share, anchor_share = 1 - pulled - job.lr * model.l2, 1.0, 0.0
+    if job.linear is not None:
+        anchors, pulled = job.linear.unflatten(-1, shape), -job.lr
     for _ in job.draws.numbers:
         share, anchor_share = share * keeps, anchor_share * keeps + pulled
     rates = Rates(job.lr, keeps, pulled, share, anchor_share)
@@ -90,7 +92,7 @@ class Workspace:
     def __init__(self, rows: Rows) -> None:
         self._rows, self._making = rows.x.dtype, threading.Lock()
         self.largest, self.clients = rows.largest, len(rows)
-        self.usual: str | None = None  # "even" or "by rows"
+        self.usual: str | None = None  # "even" or "by rows"; "written" if models themselves were needed
         self._gram: tuple[Tensor, Tensor] | None = None
 
     def gram(self) -> tuple[Tensor, Tensor]:
@@ -169,15 +171,24 @@ class DualDescent:
     def usual_weights(self, dtype: torch.dtype) -> Tensor | None:
         """Return the weights [k, 1] of the last average asked for."""
         usual = workspace(self.rows).usual
-        return None if usual is None else self._weights(usual, dtype)
+        return None if usual in (None, "written") else self._weights(usual, dtype)
+
+    @property
+    def usually_written(self) -> bool:
+        """Whether the models themselves were needed the last time."""
+        return workspace(self.rows).usual == "written"
 
     def note_weights(self, weights: Tensor | None) -> None:
         """Remember the weights of an average, or that the models themselves were needed."""
-        kinds = ("even", "by rows") if weights is not None else ()
-        found = (kind for kind in kinds if torch.equal(self._weights(kind, weights.dtype), weights))  # type: ignore
+        if weights is None:
+            workspace(self.rows).usual = "written"
+            return
+        found = (
+            kind for kind in ("even", "by rows") if torch.equal(self._weights(kind, weights.dtype), weights)
+        )
         workspace(self.rows).usual = next(found, None)
 
-    def _weights(self, kind: str, dtype: torch.dtype) -> Tensor:
+    def _weights(self, kind: str | None, dtype: torch.dtype) -> Tensor:
         if kind == "even":
             return torch.ones(self.tables.shape[0], 1, dtype=dtype)
         return self.sizes.to(dtype).unsqueeze(-1)

@@ -25,6 +25,10 @@ class Descents(Protocol):
     def usual_weights(self, dtype: torch.dtype) -> Tensor | None:
         """Return the weights [k, 1] of the last average asked for, which is likely the next one too."""
 
+    @property
+    def usually_written(self) -> bool:
+        """Whether the models themselves were needed the last time."""
+
     def note_weights(self, weights: Tensor | None) -> None:
         """Remember the weights of an average, or that the models themselves were needed."""
 
@@ -46,6 +50,7 @@ class LazyModels(Tensor):
     _begun: bool
     _sum: tuple[Tensor, Tensor] | None
     _written: Tensor | None
+    _asked: bool
 
     @staticmethod
     def __new__(
@@ -58,6 +63,7 @@ class LazyModels(Tensor):
         )
         made.tables, made.share, made.anchors, made.anchor_share = tables, share, anchors, anchor_share
         made.descents, made._begun, made._sum, made._written = descents, False, None, None
+        made._asked = False
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -82,12 +88,16 @@ class LazyModels(Tensor):
 
     def witness(self) -> Tensor:
         """Return a number that is finite only if all models are."""
-        if not self._begun:
+        if not self._begun and self.descents.usually_written:
+            self.written()
+            self._asked = False
+        elif not self._begun:
             self._compute(self.descents.usual_weights(self.tables.dtype))
         return self.descents.witness
 
     def written(self) -> Tensor:
         """Return the models [k, d]."""
+        self._asked = True
         if self._written is None:
             result = self.tables.new_empty(self.tables.shape)
             if self._begun:
@@ -98,7 +108,7 @@ class LazyModels(Tensor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Return the sum [1, d] of the models with these weights [k, 1]."""
-        if self._written is not None:
+        if self._written is not None and self._asked:  # those of a guess alone would round differently
             return weights.t() @ self._written
         if self._sum is None or not torch.equal(self._sum[0], weights):
             self._compute(weights)

@@ -62,13 +62,19 @@ def supports_sgd(model: Network) -> bool:
 
 
 def sgd(
-    model: Network, w: Tensor, batches: Iterable[Batch], lr: float, prox: float, anchor: Tensor | None
+    model: Network,
+    w: Tensor,
+    batches: Iterable[Batch],
+    lr: float,
+    prox: float,
+    anchor: Tensor | None,
+    linear: Tensor | None = None,
 ) -> Tensor:
-    """Return `w` [d] after a step w <- w - lr (grad(w) + prox (w - anchor)) on each of these minibatches."""
+    """Return `w` [d] after a step w <- w - lr (grad(w) + prox (w - anchor) + linear) on each of these minibatches."""
     found = written_out(model)
     assert found is not None
     rows = ((batch.x, model.residuals(batch.y, batch.weight.to(w.dtype))) for batch in batches)
-    return found.descend(w, rows, lr, model.l2, prox, anchor)
+    return found.descend(w, rows, lr, model.l2, prox, anchor, linear)
 
 
 _made: WeakKeyDictionary[Network, ManualBackprop | None] = WeakKeyDictionary()
@@ -125,8 +131,9 @@ class ManualBackprop:
         l2: float = 0.0,
         prox: float = 0.0,
         anchor: Tensor | None = None,
+        linear: Tensor | None = None,
     ) -> Tensor:
-        """Return `w` [d] after a step w <- w - lr (gradient(w) + l2 w + prox (w - anchor)) on each of these batches.
+        """Return `w` [d] after steps w <- w - lr (gradient(w) + l2 w + prox (w - anchor) + linear), one for each batch.
 
         Parameters are updated in place.
         """
@@ -134,7 +141,9 @@ class ManualBackprop:
         places = self.flat_module.parts(w)
         parts = [channels_last(part) for part in places]
         centre = self.flat_module.parts(anchor) if anchor is not None and prox else []
-        stays = 1 - lr * (l2 + (prox if centre else 0.0))
+        stays, pulled = 1 - lr * (l2 + (prox if centre else 0.0)), lr * prox
+        if linear is not None:
+            centre, pulled = self.flat_module.parts(linear), -lr
 
         def put(k: int, left: Tensor, right: Tensor | None = None, columns: slice = ALL) -> None:
             if right is None:
@@ -143,7 +152,7 @@ class ManualBackprop:
                 parts[k][:, columns].addmm_(left.t(), right, beta=stays, alpha=-lr)
             if centre:
                 part = (slice(None), columns) if right is not None else ...
-                parts[k][part].add_(centre[k][part], alpha=lr * prox)
+                parts[k][part].add_(centre[k][part], alpha=pulled)
 
         for x, residuals in batches:
             self._backward(parts, x, residuals, put)

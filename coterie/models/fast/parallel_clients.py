@@ -28,7 +28,8 @@ def run(job: SgdJob) -> Tensor:
 
     def train(k: int) -> None:
         anchor = None if job.anchor is None else job.anchor[k]
-        ends[k] = job.model.sgd(job.x[k], batches(k), job.lr, job.prox, anchor)
+        linear = None if job.linear is None else job.linear[k]
+        ends[k] = job.model.sgd(job.x[k], batches(k), job.lr, job.prox, anchor, linear)
 
     threads = min(torch.get_num_threads(), len(ends))
     for _ in workers(threads).map(train, range(len(ends))) if threads > 1 else map(train, range(len(ends))):

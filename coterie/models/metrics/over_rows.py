@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from coterie.models.base import Model
 
 
+BY_ROW = Metric("row-loss", sums=lambda rows: rows.row_loss)
+
+
 def client_sums(
     model: Model, w: Tensor, rows: Rows, at: Tensor | None, metrics: Sequence[Metric]
 ) -> dict[str, Tensor]:
@@ -42,6 +45,11 @@ def client_sums(
             result[metric.name] = nothing.expand(*lead, -1).clone()
     result["rows"] = size.unsqueeze(-1).to(w.dtype)
     return result
+
+
+def row_losses(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Return the loss of every row, [..., B], for models w [..., d] and rows with these weights."""
+    return model.measure(w, x, y, weight, [BY_ROW])[BY_ROW.name]
 
 
 def row_values(model: Model, w: Tensor, rows: Rows, metrics: Sequence[Metric]) -> dict[str, Tensor]:

@@ -124,3 +124,22 @@ def test_a_path_that_is_taken_out_of_the_table_leaves_the_plain_code(monkeypatch
     fast._enabled.cache_clear()
     assert set(used) == {"plain steps"}
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_what_models_were_needed_for_before_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether models are written out or averaged is guessed from the last time; a wrong guess costs time alone."""
+    monkeypatch.setattr(dual_sgd, "FEWEST_PRODUCTS", 1)
+    fed = federation(models.softmax(classes=3))
+    settings = {"batch": 4, "steps": 4}
+
+    def average() -> torch.Tensor:
+        state = fit(fed, make("fedavg", **settings), 3, evaluate_every=0).state
+        return torch.as_tensor(state.x)
+
+    first = average()
+    assert dual_sgd.workspace(fed.runtime.rows("train")).usual == "by rows"
+    alone = fit(fed, make("fedamp", **settings), 3, evaluate_every=0).personal
+    assert dual_sgd.workspace(fed.runtime.rows("train")).usual == "written"
+    assert torch.equal(average(), first)
+    assert dual_sgd.workspace(fed.runtime.rows("train")).usual == "by rows"
+    assert torch.equal(fit(fed, make("fedamp", **settings), 3, evaluate_every=0).personal, alone)
