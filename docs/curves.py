@@ -47,7 +47,7 @@ Curve = tuple[list[int], list[float]]
 @functools.cache
 def federation(own: Algorithm | None = None) -> coterie.Federation:
     """Four clusters of six clients each around a centre of its own; linear, or the model that a method has."""
-    model = None if own is None else own.own_model(ROUNDS)
+    model = None if own is None else own.trial_model(ROUNDS)
     clients = hierarchical_linear(
         clusters=4, clients=6, rows=30, features=10, between=0.6, within=0.2, noise=1.0, seed=1
     )
@@ -62,7 +62,7 @@ def curve(name: str) -> tuple[Algorithm, Curve]:
     else:
         algorithm = find(name)(**SETTINGS.get(name, {}))
     run = coterie.fit(
-        federation(algorithm if algorithm.own_model(ROUNDS) else None),
+        federation(algorithm if algorithm.trial_model(ROUNDS) else None),
         algorithm,
         ROUNDS,
         evaluate_every=2,

@@ -141,6 +141,7 @@ class Client:
         """
         self.model.require_gradients()
         x = materialize(x)
+        mask = None if mask is None else mask.to(x.device)
         if self.private is not None:
             grad = self._noisy_grad(x)
             return grad if mask is None else grad * mask
@@ -213,6 +214,7 @@ class Client:
         Tensor, [..., d]
         """
         rows, x = self._runtime.train, materialize(x)
+        mask = None if mask is None else mask.to(x.device)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
         if self.private is not None and stream in self.stays:
             with self._free():

@@ -8,6 +8,7 @@ from coterie.models.cumulative_logit import ordinal
 from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
+from coterie.models.low_rank import low_rank
 from coterie.models.network import network
 from coterie.models.trees import trees
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
@@ -21,6 +22,7 @@ __all__ = [
     "from_description",
     "linear",
     "logistic",
+    "low_rank",
     "mlp",
     "negative_binomial",
     "network",

@@ -197,7 +197,7 @@ class GradientBackends:
 
     def _in_stacks(self, stacked: Compute, w: Tensor, *rows: Tensor) -> Tensor:
         """Compute as a stack, over as many clients at a time as fit in memory."""
-        step = max(1, self.row_limit(w) // rows[0].shape[1])
+        step = max(1, self.row_limit(w) // max(1, rows[0].shape[1]))
         if step >= w.shape[0]:
             return stacked(w, *rows)
         parts = [stacked(*(part[at : at + step] for part in (w, *rows))) for at in range(0, w.shape[0], step)]

@@ -23,7 +23,7 @@ from coterie.models.checks import check_behaviour, check_module
 from coterie.models.compiling import PRECISIONS, computing_in
 from coterie.models.flat_module import FlatModule
 from coterie.models.gradient_backends import GradientBackends
-from coterie.models.groups import ParameterGroups, of_layers
+from coterie.models.groups import ParameterGroups, of_adapters, of_layers
 from coterie.models.predictor import NetworkPredictor
 from coterie.models.solve import largest_curvature, prox_lbfgs
 from coterie.models.targets import check_column, count_classes
@@ -172,9 +172,10 @@ class Network(Model):
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
-        """Parameters and layers by their names, "head" (the last nn.Linear), "body" and "buffers"."""
+        """Parameters and layers by their names, "head" (the last nn.Linear), "body", "norm" and "buffers"."""
         flat = self.flat_module
-        return ParameterGroups(flat.d, of_layers(flat.names, flat.sizes, flat.d, flat.head))
+        layers = of_layers(flat.names, flat.sizes, flat.d, flat.head, flat.norm_layers)
+        return ParameterGroups(flat.d, layers | of_adapters(flat.names, flat.shapes))
 
     def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the inputs of the last nn.Linear for rows x [..., B, *], [..., B, features]."""

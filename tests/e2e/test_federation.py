@@ -53,7 +53,7 @@ def parity(live: Live) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
 def test_every_algorithm_is_the_same_on_flower(live: Live, parity: dict[str, Any], name: str) -> None:
     method = make(name, batch=4)
-    here = fit(live.local(l2=0.1, model=method.own_model(ROUNDS)), method, ROUNDS, evaluate_every=0)
+    here = fit(live.local(l2=0.1, model=method.trial_model(ROUNDS)), method, ROUNDS, evaluate_every=0)
     same(live, parity[name], here, ("n0", "n1", "n2"))
     assert live.result(parity[name])["left_out"] == []
 
