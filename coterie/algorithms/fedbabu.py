@@ -26,7 +26,7 @@ class FedBABU(PartlyShared):
     tuning_steps: int = setting(20, "steps of fine-tuning", low=0, tune=(5, 20, 80))
     tuning: str = setting("all", "what is fine-tuned", options=("all", "head", "body"))
 
-    begin: ClassVar[None] = None  # nothing is kept
+    begin: ClassVar[None] = None  # type: ignore[assignment]  # nothing is kept
 
     def train(self, client: Client, shared: Tensor) -> Tensor:
         body = self.shared_part(client.model)

@@ -26,4 +26,4 @@ class FedBN(FedPer):
     personal: str = setting("norm+buffers", "parameter groups that stay at the clients, joined with +")
 
     def trial_model(self, rounds: int) -> Model:
-        return mlp((4,), norm="layer", stacked=True)
+        return mlp((4,), norm="layer", stacked=False)

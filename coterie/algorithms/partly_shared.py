@@ -23,6 +23,9 @@ from coterie.models.linear import linear
 ONE_LAYER = {"head": "intercept", "body": "weights"}  # what the words mean where there is no hidden layer
 MAY_LACK = ("norm", "lora_A", "lora_B")  # groups that some models have
 NETWORK = "use a network (--model mlp), or a linear model with an intercept (no --l2)"
+ADAPTERS = (
+    "use a model with low-rank adapters of rank 2 or more: causal_lm(...), or network(low_rank(module))"
+)
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,17 @@ class PartlyShared(Algorithm):
     def trial_model(self, rounds: int) -> Model | None:
         return linear(l2=0.1, intercept=True)
 
+    def kept_groups(self, model: Model) -> str:
+        """Return the parameter groups that stay at the clients, joined with +."""
+        return self.personal
+
     def own_part(self, model: Model) -> Part:
         """Return the parameters that stay at the clients; raise `SettingError` if the model has none."""
-        return _parts(model, self.personal, self.name, self.remedy)[0]
+        return _parts(model, self.kept_groups(model), self.name, self.remedy)[0]
 
     def shared_part(self, model: Model) -> Part:
         """Return the parameters that travel: all others."""
-        return _parts(model, self.personal, self.name, self.remedy)[1]
+        return _parts(model, self.kept_groups(model), self.name, self.remedy)[1]
 
     def _whole(self, client: Client, shared: Tensor) -> Tensor:
         """Return all parameters of the clients, [..., d]: the shared ones and their own."""

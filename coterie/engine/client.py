@@ -148,6 +148,53 @@ class Client:
         grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
         return grad if mask is None else grad * mask
 
+    def grad_to_centres(self, x: Tensor, centres: Tensor, known: Tensor, again: bool = False) -> Tensor:
+        """Return the gradient at x of the mean over rows of |features - centre of the row's class|^2 / 2.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+        centres : Tensor, [..., K, f]
+            A point for each class among the features of the last layer; numbers are one class.
+        known : Tensor, [..., K]
+            1 for classes that have a centre; rows of the others do not count.
+        again : bool, optional
+            Use the minibatch of the call before.
+
+        Returns
+        -------
+        Tensor, [..., d]
+            On a fresh minibatch, as `grad`.
+        """
+        self._require_free("features")
+        shape, model = centres.shape[-2:], self.model
+        given = torch.cat([materialize(x), centres.flatten(-2), known], -1)
+
+        def pull(given: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            w, middles, seen = given.split([model.d, shape.numel(), shape[0]], -1)
+            label = model.labels(targets)
+            features = model.hidden_features(w, inputs)
+            own = label.unsqueeze(-1).expand(*label.shape, shape[1])
+            apart = features - middles.unflatten(-1, shape).gather(-2, own)
+            return model.feature_grad(w, inputs, apart * (weight * seen.gather(-1, label)).unsqueeze(-1))
+
+        return self.over_rows(pull, given) if self._all_rows else self._on_minibatch(pull, given, "", again)
+
+    def class_counts(self) -> Tensor:
+        """Return how many training rows there are of each class, [..., K]; numbers are one class."""
+
+        def counts(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            return self.model.hits(targets, weight).sum(-2)
+
+        return self.over_rows(counts, self.initial_model())
+
+    def class_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums [..., K, f] of the features of the last layer at x by class, and numbers of rows [..., K]."""
+        features, targets, weight = self.features(x)
+        hits = self.model.hits(targets, weight)
+        return hits.mT @ features, hits.sum(-2)
+
     def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient at x on all training rows, at most so many, and how far chance has moved it.
 

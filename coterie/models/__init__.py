@@ -9,6 +9,7 @@ from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.low_rank import low_rank
+from coterie.models.neighbours import with_neighbours
 from coterie.models.network import network
 from coterie.models.trees import trees
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
@@ -33,4 +34,5 @@ __all__ = [
     "resnet9",
     "softmax",
     "trees",
+    "with_neighbours",
 ]

@@ -13,6 +13,7 @@ from coterie.models.counts import NegativeBinomial, Poisson
 from coterie.models.cumulative_logit import Ordinal
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
+from coterie.models.neighbours import with_neighbours
 from coterie.models.trees import restore as restore_trees
 from coterie.models.zoo import FACTORIES, restore
 
@@ -46,6 +47,7 @@ def from_description(description: dict[str, Any]) -> Model:
     kinds |= {"poisson": Poisson, "negative_binomial": NegativeBinomial, "ordinal": Ordinal}
     kinds |= {"causal_lm": causal_lm, "trees": restore_trees}
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
+    kinds |= {"with_neighbours": lambda base, rows: with_neighbours(from_description(base), rows)}
     settings = dict(description)
     name = settings.pop("model", None)
     if name not in kinds:

@@ -62,6 +62,27 @@ class GradientBackends:
             return self._one_product(w, x, y, weight, v)
         return self._choose("hvp", self._products_looped, self._products_stacked, w, x, y, weight, v)
 
+    def feature_gradient(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient in w of the features before the last layer times their derivatives `slope`."""
+
+        def value(w: Tensor, x: Tensor, slope: Tensor, unrolled: bool = False) -> Tensor:
+            return (self.model.flat_module.hidden_features(w, x, unrolled) * slope).sum()
+
+        def one(w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = w.detach().requires_grad_()
+                return torch.autograd.grad(value(leaf, x, slope), leaf)[0]
+
+        def looped(w: Tensor, *rows: Tensor) -> Tensor:
+            return torch.stack([one(*client) for client in zip(w, *rows, strict=True)])
+
+        def stacked(w: Tensor, *rows: Tensor) -> Tensor:
+            return mapped(grad(functools.partial(value, unrolled=True)), w, *rows)
+
+        if w.dim() == 1:
+            return one(w, x, slope)
+        return self._choose("feature grad", looped, stacked, w, x, slope)
+
     def by_row(self, name: str, function: Compute, w: Tensor, *rows: Tensor) -> Tensor:
         """Apply a function of rows: [B, ...] for one client, [k, B, ...] for a stack."""
         if w.dim() == 1:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie._core.errors import SettingError
+from coterie.models.base import Model
 
 
 class LowRank(nn.Module):
@@ -16,15 +17,14 @@ class LowRank(nn.Module):
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
-        options = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         self.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
         self.bias = (
             None if layer.bias is None else nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
         )
         self.scale = alpha / rank
         bound = layer.in_features**-0.5
-        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **options).uniform_(-bound, bound))
-        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, **options))
+        self.lora_A = nn.Parameter(self.weight.new_empty(rank, layer.in_features).uniform_(-bound, bound))
+        self.lora_B = nn.Parameter(self.weight.new_zeros(layer.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for rows x [B, in]."""
@@ -76,3 +76,26 @@ def low_rank(module: nn.Module, rank: int = 4, alpha: float | None = None) -> nn
     if not found:
         raise SettingError(f"{type(module).__name__} has no nn.Linear that an adapter could be added to.")
     return copied
+
+
+def rank_of(model: Model) -> int:
+    """Return the rank of a model's low-rank adapters, 0 for a model without any."""
+    return sum(1 for name in model.groups if name.startswith("rank "))
+
+
+def component(model: Model) -> Tensor:
+    """Return for each parameter of low-rank adapters to which of the adapters of rank one it belongs, [d]."""
+    found = torch.full((model.d,), -1)
+    for k in range(rank_of(model)):
+        found[model.groups[f"rank {k}"]] = k
+    return found
+
+
+def product_norms(model: Model, w: Tensor) -> Tensor:
+    """Return the lengths of all products B A of the adapters w [..., d] together, [..., 1], without forming them."""
+    groups, total = model.groups, torch.zeros_like(w[..., :1])
+    rank = rank_of(model)
+    for a, b in zip(groups.slices["lora_A"], groups.slices["lora_B"], strict=True):
+        first, second = w[..., a].unflatten(-1, (rank, -1)), w[..., b].unflatten(-1, (-1, rank))
+        total += ((first @ first.mT) * (second.mT @ second)).sum((-2, -1)).unsqueeze(-1)
+    return total.clamp(min=0).sqrt()

@@ -183,6 +183,9 @@ class Network(Model):
             raise SettingError("The module has no nn.Linear, so there are no features of a last layer.")
         return self.backends.by_row("features", self.flat_module.hidden_features, w, x)
 
+    def feature_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        return self.backends.feature_gradient(w, x, slope)
+
     @property
     def calibrates(self) -> bool:  # type: ignore[override]
         """True if running statistics of batch normalisation are measured on a client's own rows."""

@@ -22,7 +22,7 @@ ALL = BODY + HEAD
 
 
 def network() -> Any:
-    return models.mlp((5,), norm="layer", activation="tanh", classes=3)
+    return models.mlp((5,), norm="layer", activation="tanh", classes=3, stacked=False)
 
 
 def in_turns(
