@@ -21,7 +21,7 @@ from coterie.models.groups import Part
 from coterie.models.linear import linear
 
 ONE_LAYER = {"head": "intercept", "body": "weights"}  # what the words mean where there is no hidden layer
-MAY_LACK = ("norm", "lora_A", "lora_B")  # groups that some models have
+MAY_LACK = ("norm", "lora_A", "lora_B", "store")  # groups that some models have
 NETWORK = "use a network (--model mlp), or a linear model with an intercept (no --l2)"
 ADAPTERS = (
     "use a model with low-rank adapters of rank 2 or more: causal_lm(...), or network(low_rank(module))"

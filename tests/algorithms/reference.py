@@ -50,6 +50,7 @@ def minibatches(
     key = visit_keys(fed.seed, call, torch.tensor(client), None)
     key = randomness.fold(key, stream) if stream else key
     x, y = fed.runtime.rows("train").of(client)
+    y = y if fed.model.task == "regression" else y.long()
     for step in range(1, steps + 1):
         if algorithm.batch == 0 or max(fed.rows["train"]) <= algorithm.batch:
             yield x, y, torch.full((len(x),), 1 / len(x), dtype=x.dtype)
