@@ -80,4 +80,4 @@ class FedRoD(Algorithm):
         return {"begin": (0, 0), "train": (d, d)}
 
     def trial_model(self, rounds: int) -> Model:
-        return linear(l2=0.1, intercept=True)
+        return linear(l2=1e-3, intercept=True)

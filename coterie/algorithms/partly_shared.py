@@ -77,7 +77,7 @@ class PartlyShared(Algorithm):
         return self.traffic(self.shared_part(model).size)
 
     def trial_model(self, rounds: int) -> Model | None:
-        return linear(l2=0.1, intercept=True)
+        return linear(l2=1e-3, intercept=True)
 
     def kept_groups(self, model: Model) -> str:
         """Return the parameter groups that stay at the clients, joined with +."""

@@ -109,7 +109,7 @@ class LastLayer:
 @functools.lru_cache(maxsize=16)
 def last_linear(model: Model, method: str) -> LastLayer:
     """Return the last layer of a model; raise `SettingError` if it has no biases or does not give the scores."""
-    groups, outputs = model.groups, model.outputs
+    groups, outputs = model.groups, model.outputs or 1
     if isinstance(model, Network) and model.flat_module.head is not None:
         weight, bias = f"{model.flat_module.head}.weight", f"{model.flat_module.head}.bias"
     else:

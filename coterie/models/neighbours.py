@@ -35,12 +35,12 @@ class Neighbours(Model):
     def width(self) -> int:
         """Number of features of a row in the store."""
         if isinstance(self.base, Glm):
-            return self.base.columns
+            return int(self.base.features or 0)
         assert isinstance(self.base, Network)
         head = self.base.flat_module.head
         if head is None:
             raise SettingError("the network has no nn.Linear, so there are no features to compare rows by")
-        return int(self.base.flat_module.module.get_submodule(head).in_features)  # type: ignore[arg-type]
+        return int(self.base.flat_module.module.get_submodule(head).in_features)
 
     @functools.cached_property
     def d(self) -> int:  # type: ignore[override]

@@ -59,8 +59,8 @@ def best_mixtures(means: Tensor, variances: Tensor, steps: int = 500) -> Tensor:
     >>> import torch
     >>> from coterie.theory.simplex import best_mixtures
     >>> means = torch.tensor([[0.0], [0.0], [9.0]], dtype=torch.float64)
-    >>> best_mixtures(means, torch.ones(3, dtype=torch.float64)).round(decimals=2).tolist()
-    [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.01, 0.01, 0.99]]
+    >>> best_mixtures(means, torch.ones(3, dtype=torch.float64)).round(decimals=1).tolist()
+    [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]
     """
     gram = means @ means.mT
     curvature = torch.linalg.matrix_norm(gram, 2) + variances.max()
