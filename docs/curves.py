@@ -41,6 +41,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reptile": {"lr": 0.1},
     "rtfa": {"lr": 0.01, "tuning_lr": 0.1},
 }
+NETWORKS: dict[str, dict[str, Any]] = {
+    "dual-adapters": {"adapters": 4},
+    "fedbn": {"norm": "batch"},
+    "fedproto": {},
+    "fedsa-lora": {"adapters": 4},
+    "ffa-lora": {"adapters": 4},
+    "hetlora": {"adapters": 4},
+    "knn-per": {},
+}  # options of the perceptron with 16 hidden units that these methods train
 Curve = tuple[list[int], list[float]]
 
 
@@ -48,6 +57,9 @@ Curve = tuple[list[int], list[float]]
 def federation(own: Algorithm | None = None) -> coterie.Federation:
     """Four clusters of six clients each around a centre of its own; linear, or the model that a method has."""
     model = None if own is None else own.trial_model(ROUNDS)
+    if own is not None and own.name in NETWORKS:
+        model = coterie.models.mlp((16,), stacked=False, **NETWORKS[own.name])
+        model = coterie.models.with_neighbours(model, rows=15) if own.name == "knn-per" else model
     clients = hierarchical_linear(
         clusters=4, clients=6, rows=30, features=10, between=0.6, within=0.2, noise=1.0, seed=1
     )

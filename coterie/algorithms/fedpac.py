@@ -43,16 +43,18 @@ class FedPAC(PartlyShared):
         x, width = fed.initial_model(), last_linear(fed.model, self.name).width
         heads = self.own_part(fed.model).of(x).repeat(fed.n, 1)
         classes = fed.model.classes_known
-        known, centres = x.new_zeros(classes), x.new_zeros(classes, width)
-        return State(shared=self.shared_part(fed.model).of(x), heads=heads, centres=centres, known=known)
+        known, prototypes = x.new_zeros(classes), x.new_zeros(classes, width)
+        return State(
+            shared=self.shared_part(fed.model).of(x), heads=heads, prototypes=prototypes, known=known
+        )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
         each = {"head": s.heads if ids is None else s.heads[ids]}
-        r = fed.map(self.train, to=ids, each=each, shared=s.shared, centres=s.centres, known=s.known)
+        r = fed.map(self.train, to=ids, each=each, shared=s.shared, prototypes=s.prototypes, known=s.known)
         body = r.mean("shared", uniform=self.weighting == "uniform")
         counts = r["counts"].sum(0)
-        centres = r["sums"].sum(0) / counts.clamp(min=1).unsqueeze(-1)
+        prototypes = r["sums"].sum(0) / counts.clamp(min=1).unsqueeze(-1)
         rows = r["counts"].sum(-1, keepdim=True).clamp(min=1)
         means = r["sums"].flatten(1) / rows
         spread = (r["square"] - means.square().sum(-1, keepdim=True)).clamp(min=0) / rows
@@ -60,21 +62,21 @@ class FedPAC(PartlyShared):
         return State(
             shared=body,
             heads=s.heads.index_copy(0, r.ids, heads),
-            centres=torch.where((counts > 0).unsqueeze(-1), centres, s.centres),
+            prototypes=torch.where((counts > 0).unsqueeze(-1), prototypes, s.prototypes),
             known=torch.maximum((counts > 0).to(s.known), s.known),
         )
 
     def train(  # type: ignore[override]
-        self, client: Client, head: Tensor, shared: Tensor, centres: Tensor, known: Tensor
+        self, client: Client, head: Tensor, shared: Tensor, prototypes: Tensor, known: Tensor
     ) -> dict[str, Tensor]:
         own, body = self.own_part(client.model), self.shared_part(client.model)
         w = own.into(body.into(client.initial_model(), shared), head)
         features, targets, weight = client.features(w)
         hits, square = client.model.hits(targets, weight), features.square().sum(-1)
         w = client.sgd(w, self.lr, self.head_steps, mask=own.mask, stream="head")
-        pull = 2 * self.lam / centres.shape[-1]
+        pull = 2 * self.lam / prototypes.shape[-1]
         for _ in range(self.steps):
-            grad = client.grad(w) + pull * client.grad_to_centres(w, centres, known, again=True)
+            grad = client.grad(w) + pull * client.grad_to_centres(w, prototypes, known, again=True)
             w = w - self.lr * grad * body.mask.to(w.device)
         return {
             "shared": body.of(w),

@@ -40,36 +40,36 @@ class FedProto(Algorithm):
 
     def start(self, fed: Federation) -> State:
         layer = last_linear(fed.model, self.name)
-        centres = fed.initial_model().new_zeros(fed.model.classes_known, layer.width)
-        return State(centres=centres, known=centres.new_zeros(len(centres)))
+        prototypes = fed.initial_model().new_zeros(fed.model.classes_known, layer.width)
+        return State(prototypes=prototypes, known=prototypes.new_zeros(len(prototypes)))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
-        r = fed.map(self.train, centres=s.centres, known=s.known, to=fed.sample(t, self.participation))
+        r = fed.map(self.train, prototypes=s.prototypes, known=s.known, to=fed.sample(t, self.participation))
         counts = r.sum("counts")
-        centres = r.sum("sums") / counts.clamp(min=1).unsqueeze(-1)
+        prototypes = r.sum("sums") / counts.clamp(min=1).unsqueeze(-1)
         seen = (counts > 0).to(counts.dtype)
         return State(
-            centres=torch.where(seen.unsqueeze(-1) > 0, centres, s.centres),
+            prototypes=torch.where(seen.unsqueeze(-1) > 0, prototypes, s.prototypes),
             known=torch.maximum(seen, s.known),
         )
 
     def begin(self, client: Client) -> None:
         client.keep.personal = client.initial_model()
 
-    def train(self, client: Client, centres: Tensor, known: Tensor) -> dict[str, Tensor]:
-        v, pull = client.keep.personal, 2 * self.lam / centres.shape[-1]
+    def train(self, client: Client, prototypes: Tensor, known: Tensor) -> dict[str, Tensor]:
+        v, pull = client.keep.personal, 2 * self.lam / prototypes.shape[-1]
         for _ in range(self.steps):
             grad = client.grad(v)
-            v = v - self.lr * (grad + pull * client.grad_to_centres(v, centres, known, again=True))
+            v = v - self.lr * (grad + pull * client.grad_to_centres(v, prototypes, known, again=True))
         client.keep.personal = v
         sums, counts = client.class_sums(v)
         return {"sums": sums, "counts": counts}
 
-    def deploy(self, client: Client, centres: Tensor, known: Tensor) -> Tensor:
+    def deploy(self, client: Client, prototypes: Tensor, known: Tensor) -> Tensor:
         v = client.keep.personal
         if self.predict == "head" or client.model.task == "regression":
             return v
-        weight, bias = 2 * centres, -centres.square().sum(-1) - FAR * (1 - known)
+        weight, bias = 2 * prototypes, -prototypes.square().sum(-1) - FAR * (1 - known)
         if client.model.task == "binary":
             weight, bias = weight[..., 1:, :] - weight[..., :1, :], bias[..., 1:] - bias[..., :1]
         near = last_linear(client.model, self.name).filled(v, weight, bias)

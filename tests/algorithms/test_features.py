@@ -111,7 +111,7 @@ def test_fedproto_is_that_of_torch(classes: int) -> None:
         found = torch.cat([hidden(module, w, x) for w, (x, _) in zip(own, rows, strict=True)])
         labels = torch.cat([y for _, y in rows]).long()
         centres = torch.stack([found[labels == c].mean(0) for c in range(classes)])
-    torch.testing.assert_close(run.state.centres, centres, rtol=0, atol=1e-11)
+    torch.testing.assert_close(run.state.prototypes, centres, rtol=0, atol=1e-11)
     for k, (x, _) in enumerate(rows):
         nearest = torch.cdist(hidden(module, own[k], x), centres).argmin(1)
         assert torch.equal(run.model(fed.names[k])(x).argmax(1), nearest)
