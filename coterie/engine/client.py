@@ -181,6 +181,28 @@ class Client:
 
         return self.over_rows(pull, given) if self._all_rows else self._on_minibatch(pull, given, "", again)
 
+    def public_rows(self, count: int) -> Tensor:
+        """Return inputs that everybody can draw from the seed, [..., count, *features]: standard normal numbers."""
+        shape = getattr(self.model, "features", None)
+        if shape is None or getattr(self.model, "tokens", False):
+            raise SettingError(
+                f"{type(self.model).__name__} does not read numbers, so no rows can be made up for it"
+            )
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        keys = randomness.slots(randomness.key(self.seed, "public rows"), count * torch.Size(shape).numel())
+        rows = self.model.prepare(randomness.normal(keys).to(self._runtime.initial).view(count, *shape))
+        return rows.expand(*self.lead, *rows.shape)
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, which everybody knows."""
+        return self._runtime.seed
+
+    @property
+    def number(self) -> Tensor:
+        """Which client of the federation this is, counted from 0, [..., 1]."""
+        return self._pick(self._runtime.ids).unsqueeze(-1)
+
     def class_counts(self) -> Tensor:
         """Return how many training rows there are of each class, [..., K]; numbers are one class."""
 

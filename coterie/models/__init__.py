@@ -1,5 +1,6 @@
 """Models: a loss over one flat parameter vector, its gradient, and what the engine asks besides."""
 
+from coterie.models.assorted import assorted
 from coterie.models.base import Model, dot, norm
 from coterie.models.causal_lm import causal_lm
 from coterie.models.checks import replace_batchnorm
@@ -16,6 +17,7 @@ from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
 __all__ = [
     "Model",
+    "assorted",
     "causal_lm",
     "charlstm",
     "cnn",

@@ -329,6 +329,25 @@ class Model:
         """
         return torch.zeros_like(w, memory_format=torch.contiguous_format)
 
+    def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient in `w` of a function of `scores`, from its derivative in them.
+
+        Parameters
+        ----------
+        w, x
+            Parameters and inputs; see the class.
+        slope
+            Derivative in the scores of each row, [..., B, outputs].
+
+        Returns
+        -------
+        Tensor
+            [..., d].
+        """
+        raise SettingError(
+            f"{type(self).__name__} has no gradient of its scores; use a network or a linear model"
+        )
+
     calibrates: ClassVar[bool] = False
     """True if some entries of `w` are statistics that a client measures on its own rows."""
 

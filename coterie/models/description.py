@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coterie._core.errors import SettingError, nearest
+from coterie.models.assorted import assorted
 from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
 from coterie.models.counts import NegativeBinomial, Poisson
@@ -48,6 +49,7 @@ def from_description(description: dict[str, Any]) -> Model:
     kinds |= {"causal_lm": causal_lm, "trees": restore_trees}
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
     kinds |= {"with_neighbours": lambda base, rows: with_neighbours(from_description(base), rows)}
+    kinds |= {"assorted": lambda bases: assorted(*(from_description(base) for base in bases))}
     settings = dict(description)
     name = settings.pop("model", None)
     if name not in kinds:

@@ -110,6 +110,9 @@ class Glm(Model):
         """Return the rows themselves, without the ones of the intercept: a linear model has no hidden layer."""
         return x[..., : self.features]
 
+    def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        return (slope.mT @ x).flatten(-2)
+
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         return (self._table(w) @ x.mT).mT
 

@@ -62,11 +62,11 @@ class GradientBackends:
             return self._one_product(w, x, y, weight, v)
         return self._choose("hvp", self._products_looped, self._products_stacked, w, x, y, weight, v)
 
-    def feature_gradient(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-        """Return the gradient in w of the features before the last layer times their derivatives `slope`."""
+    def pulled_back(self, name: str, function: Compute, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient in w of the sum of function(w, x) times `slope`, for one client or a stack."""
 
         def value(w: Tensor, x: Tensor, slope: Tensor, unrolled: bool = False) -> Tensor:
-            return (self.model.flat_module.hidden_features(w, x, unrolled) * slope).sum()
+            return (function(w, x, unrolled=unrolled) * slope).sum()
 
         def one(w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -81,7 +81,7 @@ class GradientBackends:
 
         if w.dim() == 1:
             return one(w, x, slope)
-        return self._choose("feature grad", looped, stacked, w, x, slope)
+        return self._choose(name, looped, stacked, w, x, slope)
 
     def by_row(self, name: str, function: Compute, w: Tensor, *rows: Tensor) -> Tensor:
         """Apply a function of rows: [B, ...] for one client, [k, B, ...] for a stack."""

@@ -184,7 +184,10 @@ class Network(Model):
         return self.backends.by_row("features", self.flat_module.hidden_features, w, x)
 
     def feature_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
-        return self.backends.feature_gradient(w, x, slope)
+        return self.backends.pulled_back("feature grad", self.flat_module.hidden_features, w, x, slope)
+
+    def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        return self.backends.pulled_back("score grad", self._row_scores, w, x, slope)
 
     @property
     def calibrates(self) -> bool:  # type: ignore[override]

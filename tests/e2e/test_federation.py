@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from coterie.algorithms import all_algorithms, make
+from coterie.models.description import description
 from coterie.train.fit import fit
 
 if TYPE_CHECKING:
@@ -43,9 +44,12 @@ def same(live: Live, job: Any, here: Any, nodes: Any) -> None:
 @pytest.fixture(scope="module")
 def parity(live: Live) -> dict[str, Any]:
     """All algorithms on three nodes, one after the other in one ServerApp."""
-    jobs = {
-        name: live.job(f"parity-{name}", make(name, batch=4), ROUNDS, l2=0.1) for name in all_algorithms()
-    }
+    jobs = {}
+    for name in all_algorithms():
+        method = make(name, batch=4)
+        own = method.trial_model(ROUNDS)
+        model = None if own is None else description(own)
+        jobs[name] = live.job(f"parity-{name}", method, ROUNDS, l2=0.1, model=model)
     live.run(*jobs.values())
     return jobs
 
