@@ -23,7 +23,7 @@ class Assorted(Model):
     bases: tuple[Network, ...] = ()
 
     @functools.cached_property
-    def d(self) -> int:  # type: ignore[override]
+    def d(self) -> int:
         return 1 + max(base.d for base in self.bases)
 
     @property

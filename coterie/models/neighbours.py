@@ -40,10 +40,10 @@ class Neighbours(Model):
         head = self.base.flat_module.head
         if head is None:
             raise SettingError("the network has no nn.Linear, so there are no features to compare rows by")
-        return int(self.base.flat_module.module.get_submodule(head).in_features)
+        return int(self.base.flat_module.module.get_submodule(head).in_features)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def d(self) -> int:  # type: ignore[override]
+    def d(self) -> int:
         return self.base.d + 3 + self.rows * (self.width + 2)
 
     @property

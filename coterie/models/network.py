@@ -181,9 +181,19 @@ class Network(Model):
         """Return the inputs of the last nn.Linear for rows x [..., B, *], [..., B, features]."""
         if self.flat_module.head is None:
             raise SettingError("The module has no nn.Linear, so there are no features of a last layer.")
+        path = fast.find("features", self, w) if w.dim() == 2 else None
+        if path is not None:
+            with torch.no_grad():
+                found: Tensor = path.run(self, w, x)
+                return found
         return self.backends.by_row("features", self.flat_module.hidden_features, w, x)
 
     def feature_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        path = fast.find("features", self, w) if w.dim() == 2 else None
+        if path is not None:
+            with torch.enable_grad():
+                leaf = w.detach().contiguous().requires_grad_()
+                return torch.autograd.grad((path.run(self, leaf, x) * slope).sum(), leaf)[0]
         return self.backends.pulled_back("feature grad", self.flat_module.hidden_features, w, x, slope)
 
     def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def best_mixtures(means: Tensor, variances: Tensor, steps: int = 500) -> Tensor:
     variances
         Variance of each estimate, [n].
     steps
-        Gradient steps.
+        At most so many gradient steps; they end when no weight moves by 1e-9.
 
     Returns
     -------
@@ -70,5 +70,8 @@ def best_mixtures(means: Tensor, variances: Tensor, steps: int = 500) -> Tensor:
         slope = point * variances + point @ gram - gram
         moved = onto_simplex(point - slope / curvature)
         faster = (1 + (1 + 4 * speed**2) ** 0.5) / 2
-        point, a, speed = moved + (speed - 1) / faster * (moved - a), moved, faster
+        change = moved - a
+        point, a, speed = moved + (speed - 1) / faster * change, moved, faster
+        if float(change.abs().max()) < 1e-9:
+            break
     return a
