@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fine-tuned": {"lr": 0.01, "tuning_lr": 0.1},
     "fomaml": {"lr": 0.03, "inner_lr": 0.1, "tuning_steps": 5},
     "ftfa": {"lr": 0.01, "tuning_lr": 0.1},
-    "hetlora": {"lr": 0.3},
+    "hetlora": {"lr": 0.03},
     "ifca": {"lr": 0.03, "clusters": 4, "restarts": 5},
     "knn-per": {"lr": 0.03},
     "lg-fedavg": {"lr": 0.01},
