@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cfl": {"lr": 0.03},
     "cobo": {"sampling": "all", "lr": 0.1, "rho": 0.3, "gamma": 0.1},
     "ditto": {"lr": 0.03, "lam": 0.3},
+    "dual-adapters": {"lr": 0.01},
     "fc": {"lr": 0.3},
     "fedavg": {"lr": 0.3},
     "fedadam": {"lr": 0.1},
@@ -41,29 +42,55 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedprox": {"lr": 0.3},
     "fedsoft": {"lr": 0.1, "centres": 4},
     "fedyogi": {"lr": 0.1},
+    "fedbabu": {"lr": 0.1, "tuning_lr": 0.1},
+    "fedbn": {"lr": 0.1},
+    "fedmd": {"lr": 0.03, "digest_lr": 0.03},
+    "fedpac": {"lr": 0.1},
+    "fedper": {"lr": 0.1},
+    "fedproto": {"lr": 0.03},
+    "fedrep": {"lr": 0.1},
+    "fedrod": {"lr": 0.01},
+    "fedsa-lora": {"lr": 0.03},
+    "ffa-lora": {"lr": 0.3},
     "fine-tuned": {"lr": 0.01, "tuning_lr": 0.1},
     "fomaml": {"lr": 0.03, "inner_lr": 0.1, "tuning_steps": 5},
     "ftfa": {"lr": 0.01, "tuning_lr": 0.1},
+    "hetlora": {"lr": 0.03},
     "ifca": {"lr": 0.03, "clusters": 4, "restarts": 5},
     "l2sgd": {"lr": 0.03, "lam": 0.3},
+    "knn-per": {"lr": 0.03},
+    "lg-fedavg": {"lr": 0.01},
     "local": {"lr": 0.01},
     "maml-fl": {"lr": 0.01, "tuning_lr": 0.1, "alpha": 0.001},
     "oracle": {"lr": 0.01},
     "pdl-tc": {"clusters": 4, "rule": "size"},
     "pfedgraph": {"lr": 0.1},
+    "pfedhn": {"lr": 0.03, "server_lr": 1.0},
     "pfedme": {"lr": 0.005, "lam": 1.0, "inner_steps": 10},
     "pfl-tc": {"clusters": 4, "rule": "size"},
     "reptile": {"lr": 0.1},
     "rtfa": {"lr": 0.01, "tuning_lr": 0.1},
     "scaffold": {"lr": 0.03},
 }
+NETWORKS: dict[str, dict[str, Any]] = {
+    "dual-adapters": {"adapters": 4},
+    "fedbn": {"norm": "batch"},
+    "fedproto": {},
+    "fedsa-lora": {"adapters": 4},
+    "ffa-lora": {"adapters": 4},
+    "hetlora": {"adapters": 4},
+    "knn-per": {},
+}  # options of the perceptron with 16 hidden units that these methods train
 Curve = tuple[list[int], list[float]]
 
 
 @functools.cache
 def federation(own: Algorithm | None = None) -> coterie.Federation:
     """Four clusters of six clients each around a centre of its own; linear, or the model that a method has."""
-    model = None if own is None else own.own_model(ROUNDS)
+    model = None if own is None else own.trial_model(ROUNDS)
+    if own is not None and own.name in NETWORKS:
+        model = coterie.models.mlp((16,), stacked=False, **NETWORKS[own.name])
+        model = coterie.models.with_neighbours(model, rows=15) if own.name == "knn-per" else model
     clients = hierarchical_linear(
         clusters=4, clients=6, rows=30, features=10, between=0.6, within=0.2, noise=1.0, seed=1
     )
@@ -78,7 +105,7 @@ def curve(name: str) -> tuple[Algorithm, Curve]:
     else:
         algorithm = find(name)(**SETTINGS.get(name, {}))
     run = coterie.fit(
-        federation(algorithm if algorithm.own_model(ROUNDS) else None),
+        federation(algorithm if algorithm.trial_model(ROUNDS) else None),
         algorithm,
         ROUNDS,
         evaluate_every=2,

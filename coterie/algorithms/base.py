@@ -347,6 +347,21 @@ class Algorithm:
         """
         return None
 
+    def trial_model(self, rounds: int) -> Model | None:
+        """Return a small model to try this method with, where it cannot train every model.
+
+        Parameters
+        ----------
+        rounds
+            Number of rounds it is to be trained for.
+
+        Returns
+        -------
+        Model or None
+            By default its own model, if it has one. The conformance suite and the curves of the documentation train it.
+        """
+        return self.own_model(rounds)
+
     def without_stopping(self) -> Algorithm:
         """Return the settings that train up to the last round, whatever validation rows say.
 

@@ -144,7 +144,7 @@ def fast_forward_equals_round_by_round(algorithm: Algorithm, host: Open) -> None
 
 def stacked_equals_one_by_one(algorithm: Algorithm) -> None:
     """All clients in one tensor operation give what each gives alone, also where losses are sums over rows."""
-    model = algorithm.own_model(ROUNDS) or models.linear(l2=L2, reduction="sum", intercept=True)
+    model = algorithm.trial_model(ROUNDS) or models.linear(l2=L2, reduction="sum", intercept=True)
     one, other = (_run(federation(model=model, loop=loop), algorithm) for loop in (False, True))
     _same(one, other)
     _close(one.personal, other.personal, "personal models")
@@ -159,16 +159,16 @@ def chunks_do_not_matter(algorithm: Algorithm) -> None:
 def few_may_answer(algorithm: Algorithm) -> None:
     """Models are finite if hardly anybody answers, and a single client gets a model."""
     for dropout in (0.3, 0.95):
-        run = _run(federation(model=algorithm.own_model(ROUNDS), dropout=dropout), algorithm)
+        run = _run(federation(model=algorithm.trial_model(ROUNDS), dropout=dropout), algorithm)
         assert torch.isfinite(run.personal).all(), f"models are not finite with {dropout:.0%} dropout"
     for size in (1, 20):
-        run = _run(federation((size,), algorithm.own_model(ROUNDS)), algorithm)
+        run = _run(federation((size,), algorithm.trial_model(ROUNDS)), algorithm)
         assert run.personal.shape == (1, run.fed.d), f"one client with {size} rows gets no model"
 
 
 def resumed_files_are_the_same(algorithm: Algorithm) -> None:
     """Check that a run stopped in its first or last round and resumed leaves the bytes of a whole one."""
-    fed = federation(model=algorithm.own_model(ROUNDS), split=SPLIT)
+    fed = federation(model=algorithm.trial_model(ROUNDS), split=SPLIT)
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole"
         fit(fed, algorithm, ROUNDS, whole, evaluate_every=1, checkpoint_every=1)
@@ -371,7 +371,7 @@ class _Watchful(LocalRuntime):
 
 
 def _watched(visits: Counter[str], algorithm: Algorithm) -> Federation:
-    fed = federation(model=algorithm.own_model(ROUNDS))
+    fed = federation(model=algorithm.trial_model(ROUNDS))
     splits = {split: fed.runtime.rows(split) for split in fed.rows}
     runtime = _Watchful(splits, fed.model, fed.seed, fed.dtype, fed.clusters)
     runtime.visits, fed.runtime = visits, runtime

@@ -110,7 +110,7 @@ def maker(algorithm: Algorithm) -> Callable[..., Algorithm]:
 @functools.lru_cache(maxsize=16)
 def _read(options: Options, loop: bool, own: Algorithm | None) -> Federation:
     """Return the federation of `table` with a linear model, or with the model of a method that has its own."""
-    model = None if own is None else own.own_model(ROUNDS)
+    model = None if own is None else own.trial_model(ROUNDS)
     return Federation.from_table(
         table(), "client", "y", cluster="group", l2=L2, loop=loop, model=model, **vars(options)
     )
@@ -118,7 +118,7 @@ def _read(options: Options, loop: bool, own: Algorithm | None) -> Federation:
 
 def _local(algorithm: Algorithm, options: Options, loop: bool = False) -> Federation:
     """Return a federation in this process with targets of its own, which a check may damage."""
-    fed = _read(options, loop, algorithm if algorithm.own_model(ROUNDS) is not None else None).fresh()
+    fed = _read(options, loop, algorithm if algorithm.trial_model(ROUNDS) is not None else None).fresh()
     splits = {split: fed.runtime.rows(split) for split in fed.rows}
     own = {split: dataclasses.replace(rows, y=rows.y.clone()) for split, rows in splits.items()}
     fed.runtime = fed.runtime.with_rows(own, fed.clusters)
@@ -167,7 +167,7 @@ def _remote(algorithm: Algorithm, options: Options) -> Iterator[Host]:
             rows = frame.filter(polars.col("client").is_in(mine))
             nodes[f"node {k}"] = NodeService(rows, Path(folder) / str(k), make_algorithm=maker(algorithm))
         caller = NodeCaller(InProcessTransport(nodes))
-        own = algorithm.own_model(ROUNDS)
+        own = algorithm.trial_model(ROUNDS)
         model = None if own is None else description(own)
         request = RunRequest(Roles("client", "y", cluster="group"), split=options.split, l2=L2, model=model)
         plan = survey(caller, {name: [] for name in nodes}, request, RUN)

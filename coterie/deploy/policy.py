@@ -145,7 +145,7 @@ class Policy:
         words = {word for name in methods for word in known[name].reveals.values()}
         reveal = tuple(word for word in DISCLOSURES if word in words or word in self.reveal)
         algorithms = tuple(dict.fromkeys([*(self.algorithms or ()), *methods]))
-        own = [known[name]().own_model(1) for name in methods]
+        own = [known[name]().trial_model(1) for name in methods]
         needed = [description(one)["model"] for one in own if one is not None]
         models = None if self.models is None else tuple(dict.fromkeys([*self.models, *needed]))
         return dataclasses.replace(self, reveal=reveal, algorithms=algorithms, models=models)

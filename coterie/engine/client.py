@@ -145,11 +145,81 @@ class Client:
         """
         self.model.require_gradients()
         x = materialize(x)
+        mask = None if mask is None else mask.to(x.device)
         if self.private is not None:
             grad = self._noisy_grad(x)
             return grad if mask is None else grad * mask
         grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
         return grad if mask is None else grad * mask
+
+    def grad_to_centres(self, x: Tensor, centres: Tensor, known: Tensor, again: bool = False) -> Tensor:
+        """Return the gradient at x of the mean over rows of |features - centre of the row's class|^2 / 2.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+        centres : Tensor, [..., K, f]
+            A point for each class among the features of the last layer; numbers are one class.
+        known : Tensor, [..., K]
+            1 for classes that have a centre; rows of the others do not count.
+        again : bool, optional
+            Use the minibatch of the call before.
+
+        Returns
+        -------
+        Tensor, [..., d]
+            On a fresh minibatch, as `grad`.
+        """
+        self._require_free("features")
+        shape, model = centres.shape[-2:], self.model
+        given = torch.cat([materialize(x), centres.flatten(-2), known], -1)
+
+        def pull(given: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            w, middles, seen = given.split([model.d, shape.numel(), shape[0]], -1)
+            label = model.labels(targets)
+            features = model.hidden_features(w, inputs)
+            own = label.unsqueeze(-1).expand(*label.shape, shape[1])
+            apart = features - middles.unflatten(-1, shape).gather(-2, own)
+            return model.feature_grad(w, inputs, apart * (weight * seen.gather(-1, label)).unsqueeze(-1))
+
+        return self.over_rows(pull, given) if self._all_rows else self._on_minibatch(pull, given, "", again)
+
+    def public_rows(self, count: int) -> Tensor:
+        """Return inputs that everybody can draw from the seed, [..., count, *features]: standard normal numbers."""
+        shape = getattr(self.model, "features", None)
+        if shape is None or getattr(self.model, "tokens", False):
+            raise SettingError(
+                f"{type(self.model).__name__} does not read numbers, so no rows can be made up for it"
+            )
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        keys = randomness.slots(randomness.key(self.seed, "public rows"), count * torch.Size(shape).numel())
+        rows = self.model.prepare(randomness.normal(keys).to(self._runtime.initial).view(count, *shape))
+        return rows.expand(*self.lead, *rows.shape)
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, which everybody knows."""
+        return self._runtime.seed
+
+    @property
+    def number(self) -> Tensor:
+        """Which client of the federation this is, counted from 0, [..., 1]."""
+        return self._pick(self._runtime.ids).unsqueeze(-1)
+
+    def class_counts(self) -> Tensor:
+        """Return how many training rows there are of each class, [..., K]; numbers are one class."""
+
+        def counts(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            return self.model.hits(targets, weight).sum(-2)
+
+        return self.over_rows(counts, self.initial_model())
+
+    def class_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums [..., K, f] of the features of the last layer at x by class, and numbers of rows [..., K]."""
+        features, targets, weight = self.features(x)
+        hits = self.model.hits(targets, weight)
+        return hits.mT @ features, hits.sum(-2)
 
     def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient at x on all training rows, at most so many, and how far chance has moved it.
@@ -224,6 +294,7 @@ class Client:
                 x, lr, steps, prox=prox, anchor=anchor, linear=linear, stream=stream, mask=mask
             )
         rows, x = self._runtime.train, materialize(x)
+        mask = None if mask is None else mask.to(x.device)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
         if linear is not None and anchor is not None:
             anchor, linear = anchor - linear / prox, None  # both together are a pull to another anchor

@@ -102,6 +102,22 @@ class Model:
         return 1
 
     @property
+    def classes_known(self) -> int:
+        """Number of classes of the targets: 1 for numbers."""
+        if self.task not in ("regression", "binary", "multiclass"):
+            raise SettingError(f"{type(self).__name__} has no classes: its task is {self.task}")
+        return {"regression": 1, "binary": 2}.get(self.task) or int(self.outputs or 1)
+
+    def labels(self, y: Tensor) -> Tensor:
+        """Return the class of each row, int64 [..., B]; numbers are one class."""
+        return torch.zeros_like(y, dtype=torch.long) if self.classes_known == 1 else y.long()
+
+    def hits(self, y: Tensor, weight: Tensor) -> Tensor:
+        """Return 1 where a row with weight has a class, [..., B, K], else 0."""
+        found = self.labels(y).unsqueeze(-1) == torch.arange(self.classes_known, device=y.device)
+        return (found & (weight > 0).unsqueeze(-1)).to(weight.dtype)
+
+    @property
     def reduction(self) -> str:
         """How the losses of a client's rows are combined: "mean" or "sum"."""
         return "mean"
@@ -295,6 +311,42 @@ class Model:
             If the model has no last linear layer.
         """
         raise SettingError(f"{type(self).__name__} has no last linear layer whose inputs could be shown")
+
+    def feature_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient in `w` of a function of `hidden_features`, from its derivative in them.
+
+        Parameters
+        ----------
+        w, x
+            Parameters and inputs; see the class.
+        slope
+            Derivative in the features of each row, [..., B, width].
+
+        Returns
+        -------
+        Tensor
+            [..., d]; zero by default, where the features are the inputs.
+        """
+        return torch.zeros_like(w, memory_format=torch.contiguous_format)
+
+    def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient in `w` of a function of `scores`, from its derivative in them.
+
+        Parameters
+        ----------
+        w, x
+            Parameters and inputs; see the class.
+        slope
+            Derivative in the scores of each row, [..., B, outputs].
+
+        Returns
+        -------
+        Tensor
+            [..., d].
+        """
+        raise SettingError(
+            f"{type(self).__name__} has no gradient of its scores; use a network or a linear model"
+        )
 
     calibrates: ClassVar[bool] = False
     """True if some entries of `w` are statistics that a client measures on its own rows."""

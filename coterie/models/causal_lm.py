@@ -16,6 +16,7 @@ from coterie._core.errors import DataError, SettingError
 from coterie.models.adapted import PARTS, AdaptedModule
 from coterie.models.base import Model
 from coterie.models.compiling import PRECISIONS
+from coterie.models.groups import ParameterGroups, of_adapters, of_layers
 from coterie.models.language_weights import locate, quiet, read_model, read_tokenizer, require
 from coterie.models.metrics import Metric, ScoredRows
 from coterie.models.solve import largest_curvature, prox_lbfgs
@@ -77,6 +78,13 @@ class CausalLM(Model):
     @property
     def task(self) -> str:
         return "language"
+
+    @property
+    def groups(self) -> ParameterGroups:
+        """Adapters by name, "lora_A", "lora_B", and "rank k" of both."""
+        names, sizes = self.adapted.names, self.adapted.sizes
+        shapes = [p.shape for p in self.adapted.parameters]
+        return ParameterGroups(self.d, of_layers(names, sizes, self.d, None) | of_adapters(names, shapes))
 
     @property
     def adapted(self) -> AdaptedModule:

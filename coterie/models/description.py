@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from coterie._core.errors import SettingError, nearest
+from coterie.models.assorted import assorted
 from coterie.models.base import Model
 from coterie.models.causal_lm import causal_lm
 from coterie.models.counts import NegativeBinomial, Poisson
 from coterie.models.cumulative_logit import Ordinal
 from coterie.models.glm import Logistic, Softmax
 from coterie.models.linear import Linear
+from coterie.models.neighbours import with_neighbours
 from coterie.models.trees import restore as restore_trees
 from coterie.models.zoo import FACTORIES, restore
 
@@ -46,6 +48,8 @@ def from_description(description: dict[str, Any]) -> Model:
     kinds |= {"poisson": Poisson, "negative_binomial": NegativeBinomial, "ordinal": Ordinal}
     kinds |= {"causal_lm": causal_lm, "trees": restore_trees}
     kinds |= {name: functools.partial(restore, name) for name in FACTORIES}
+    kinds |= {"with_neighbours": lambda base, rows: with_neighbours(from_description(base), rows)}
+    kinds |= {"assorted": lambda bases: assorted(*(from_description(base) for base in bases))}
     settings = dict(description)
     name = settings.pop("model", None)
     if name not in kinds:

@@ -145,6 +145,11 @@ class FlatModule:
         names = [name for name, part in self.module.named_modules() if isinstance(part, nn.Linear)]
         return names[-1] if names else None
 
+    @functools.cached_property
+    def norm_layers(self) -> list[str]:
+        """Names of the layers of normalisation, ours and those whose class torch calls so."""
+        return [name for name, part in self.module.named_modules() if "Norm" in type(part).__name__]
+
     def hidden_features(self, w: Tensor, x: Tensor, unrolled: bool = False) -> Tensor:
         """Return the inputs of the last nn.Linear, [B, features]."""
         assert self.head is not None

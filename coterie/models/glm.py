@@ -107,8 +107,11 @@ class Glm(Model):
         return ParameterGroups(self.d, parts)
 
     def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
-        """Return the rows themselves: a linear model has no hidden layer."""
-        return x
+        """Return the rows themselves, without the ones of the intercept: a linear model has no hidden layer."""
+        return x[..., : self.features]
+
+    def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        return (slope.mT @ x).flatten(-2)
 
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         return (self._table(w) @ x.mT).mT

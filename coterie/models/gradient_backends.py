@@ -62,6 +62,27 @@ class GradientBackends:
             return self._one_product(w, x, y, weight, v)
         return self._choose("hvp", self._products_looped, self._products_stacked, w, x, y, weight, v)
 
+    def pulled_back(self, name: str, function: Compute, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        """Return the gradient in w of the sum of function(w, x) times `slope`, for one client or a stack."""
+
+        def value(w: Tensor, x: Tensor, slope: Tensor, unrolled: bool = False) -> Tensor:
+            return (function(w, x, unrolled=unrolled) * slope).sum()
+
+        def one(w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+            with torch.enable_grad():
+                leaf = w.detach().requires_grad_()
+                return torch.autograd.grad(value(leaf, x, slope), leaf)[0]
+
+        def looped(w: Tensor, *rows: Tensor) -> Tensor:
+            return torch.stack([one(*client) for client in zip(w, *rows, strict=True)])
+
+        def stacked(w: Tensor, *rows: Tensor) -> Tensor:
+            return mapped(grad(functools.partial(value, unrolled=True)), w, *rows)
+
+        if w.dim() == 1:
+            return one(w, x, slope)
+        return self._choose(name, looped, stacked, w, x, slope)
+
     def by_row(self, name: str, function: Compute, w: Tensor, *rows: Tensor) -> Tensor:
         """Apply a function of rows: [B, ...] for one client, [k, B, ...] for a stack."""
         if w.dim() == 1:
@@ -197,7 +218,7 @@ class GradientBackends:
 
     def _in_stacks(self, stacked: Compute, w: Tensor, *rows: Tensor) -> Tensor:
         """Compute as a stack, over as many clients at a time as fit in memory."""
-        step = max(1, self.row_limit(w) // rows[0].shape[1])
+        step = max(1, self.row_limit(w) // max(1, rows[0].shape[1]))
         if step >= w.shape[0]:
             return stacked(w, *rows)
         parts = [stacked(*(part[at : at + step] for part in (w, *rows))) for at in range(0, w.shape[0], step)]

@@ -14,7 +14,8 @@ class ParameterGroups(Mapping[str, Tensor]):
     """Masks over a parameter vector by name; `groups["head"]` is a boolean tensor [d].
 
     Every model has "all", "head" (the last layer) and "body" (the rest). A network also has its parameters
-    ("0.weight"), its layers by their names ("0"), and "buffers" (running statistics of batch normalisation).
+    ("0.weight"), its layers by their names ("0"), "norm" (layers of normalisation) and "buffers" (running statistics of
+    batch normalisation). A model with low-rank adapters also has "lora_A", "lora_B" and "rank 0", "rank 1", ...
 
     Parameters
     ----------
@@ -46,6 +47,9 @@ class ParameterGroups(Mapping[str, Tensor]):
             mask[part] = True
         return mask
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.slices
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.slices)
 
@@ -57,13 +61,54 @@ class ParameterGroups(Mapping[str, Tensor]):
         return ParameterGroups(self.d, self.slices, device)
 
 
-def of_layers(names: Sequence[str], sizes: Sequence[int], d: int, head: str | None) -> dict[str, list[slice]]:
+class Part:
+    """Some entries of a parameter vector: `of(x)` takes them out, `into(x, values)` puts others in their place.
+
+    Parameters
+    ----------
+    mask
+        Which entries, boolean [d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.models.groups import Part
+    >>> ends = Part(torch.tensor([True, False, True]))
+    >>> ends.of(torch.tensor([1.0, 2.0, 3.0])).tolist()
+    [1.0, 3.0]
+    >>> ends.into(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7.0, 8.0])).tolist()
+    [7.0, 2.0, 8.0]
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask, self.index = mask, mask.nonzero().squeeze(-1)
+        self.size = len(self.index)
+        first = int(self.index[0]) if self.size else 0
+        whole = self.size == 0 or int(self.index[-1]) - first + 1 == self.size
+        self._span = slice(first, first + self.size) if whole else None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return these entries of x [..., d], [..., size]."""
+        return x[..., self.index] if self._span is None else x[..., self._span]
+
+    def into(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return a copy of x, [d] or [..., d], with `values` [..., size] in these entries."""
+        filled = x.expand(*values.shape[:-1], -1).clone()
+        filled[..., self.index if self._span is None else self._span] = values
+        return filled
+
+
+def of_layers(
+    names: Sequence[str], sizes: Sequence[int], d: int, head: str | None, norms: Sequence[str] = ()
+) -> dict[str, list[slice]]:
     """Return groups for parameters with these names and sizes; entries after them are buffers."""
-    groups: dict[str, list[slice]] = {"all": [slice(0, d)], "head": [], "body": [], "buffers": []}
+    groups: dict[str, list[slice]] = {"all": [slice(0, d)], "head": [], "body": [], "norm": [], "buffers": []}
     at = 0
     for name, size in zip(names, sizes, strict=True):
         part, layer = slice(at, at + size), name.rpartition(".")[0]
         groups["head" if head is None or layer == head else "body"].append(part)
+        if layer in norms:
+            groups["norm"].append(part)
         prefixes = [name]
         while layer:
             prefixes.append(layer)
@@ -73,4 +118,25 @@ def of_layers(names: Sequence[str], sizes: Sequence[int], d: int, head: str | No
         at += size
     if at < d:
         groups["buffers"].append(slice(at, d))
+    return groups
+
+
+def of_adapters(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[str, list[slice]]:
+    """Return groups for low-rank adapters: "lora_A" [rank, in], "lora_B" [out, rank], and "rank k" of both.
+
+    Empty for a model without parameters that are called so.
+    """
+    groups: dict[str, list[slice]] = {}
+    at = 0
+    for name, shape in zip(names, shapes, strict=True):
+        size, steps = torch.Size(shape).numel(), name.split(".")
+        if "lora_A" in steps:
+            groups.setdefault("lora_A", []).append(slice(at, at + size))
+            for k in range(shape[0]):
+                groups.setdefault(f"rank {k}", []).append(slice(at + k * shape[1], at + (k + 1) * shape[1]))
+        elif "lora_B" in steps:
+            groups.setdefault("lora_B", []).append(slice(at, at + size))
+            for k in range(shape[1]):
+                groups.setdefault(f"rank {k}", []).append(slice(at + k, at + size, shape[1]))
+        at += size
     return groups

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from coterie._core.errors import SettingError
 from coterie.models.base import Model
 from coterie.models.glm import Glm, Logistic, logistic, softmax
+from coterie.models.groups import Part
 from coterie.models.linear import Linear, linear
 from coterie.models.network import Network
 
@@ -82,3 +85,54 @@ def last_layer(model: Model) -> int:
 def _last(module: nn.Module) -> nn.Linear | None:
     layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
     return layers[-1] if layers else None
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """Where the last linear layer is in a model's parameters: weights [outputs, width] and biases [outputs].
+
+    The model's scores are `scale` times what this layer gives.
+    """
+
+    weight: Part
+    bias: Part
+    whole: Part
+    outputs: int
+    width: int
+    scale: float
+
+    def filled(self, w: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return parameters w [..., d] with another last layer, [..., outputs, width] and [..., outputs]."""
+        return self.bias.into(self.weight.into(w, weight.flatten(-2)), bias)
+
+
+@functools.lru_cache(maxsize=16)
+def last_linear(model: Model, method: str) -> LastLayer:
+    """Return the last layer of a model; raise `SettingError` if it has no biases or does not give the scores."""
+    groups, outputs = model.groups, model.outputs or 1
+    if isinstance(model, Network) and model.flat_module.head is not None:
+        weight, bias = f"{model.flat_module.head}.weight", f"{model.flat_module.head}.bias"
+    else:
+        weight, bias = "weights", "intercept"
+    lacks = weight not in groups or bias not in groups or int(groups[bias].sum()) != outputs
+    if lacks or (
+        not isinstance(model, Network) and type(model).__name__ not in ("Linear", "Logistic", "Softmax")
+    ):
+        raise SettingError(
+            f"{method} needs a last linear layer with biases that gives the scores; use a network (--model mlp), or a "
+            "linear model with an intercept (no --l2)"
+        )
+    parts = Part(groups[weight]), Part(groups[bias])
+    both = Part(groups[weight] | groups[bias])
+    return LastLayer(*parts, both, outputs, parts[0].size // outputs, _scale(model, parts[1]))
+
+
+def _scale(model: Model, bias: Part) -> float:
+    """Return how far scores move when all biases move by one."""
+    if not isinstance(model, Network):
+        return 1.0
+    assert model.features is not None
+    w = model.initial(0, torch.float64)
+    x = torch.zeros(1, *model.features, dtype=torch.int64 if model.tokens else torch.float64)
+    moved = bias.into(w, bias.of(w) + 1.0)
+    return round(float((model.scores(moved, x) - model.scores(w, x)).mean()), 9)

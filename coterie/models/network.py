@@ -23,7 +23,7 @@ from coterie.models.checks import check_behaviour, check_module
 from coterie.models.compiling import PRECISIONS, computing_in
 from coterie.models.flat_module import FlatModule
 from coterie.models.gradient_backends import GradientBackends
-from coterie.models.groups import ParameterGroups, of_layers
+from coterie.models.groups import ParameterGroups, of_adapters, of_layers
 from coterie.models.predictor import NetworkPredictor
 from coterie.models.solve import largest_curvature, prox_lbfgs
 from coterie.models.targets import check_column, count_classes
@@ -181,15 +181,32 @@ class Network(Model):
 
     @functools.cached_property
     def groups(self) -> ParameterGroups:
-        """Parameters and layers by their names, "head" (the last nn.Linear), "body" and "buffers"."""
+        """Parameters and layers by their names, "head" (the last nn.Linear), "body", "norm" and "buffers"."""
         flat = self.flat_module
-        return ParameterGroups(flat.d, of_layers(flat.names, flat.sizes, flat.d, flat.head))
+        layers = of_layers(flat.names, flat.sizes, flat.d, flat.head, flat.norm_layers)
+        return ParameterGroups(flat.d, layers | of_adapters(flat.names, flat.shapes))
 
     def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the inputs of the last nn.Linear for rows x [..., B, *], [..., B, features]."""
         if self.flat_module.head is None:
             raise SettingError("The module has no nn.Linear, so there are no features of a last layer.")
+        path = fast.find("features", self, w) if w.dim() == 2 else None
+        if path is not None:
+            with torch.no_grad():
+                found: Tensor = path.run(self, w, x)
+                return found
         return self.backends.by_row("features", self.flat_module.hidden_features, w, x)
+
+    def feature_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        path = fast.find("features", self, w) if w.dim() == 2 else None
+        if path is not None:
+            with torch.enable_grad():
+                leaf = w.detach().contiguous().requires_grad_()
+                return torch.autograd.grad((path.run(self, leaf, x) * slope).sum(), leaf)[0]
+        return self.backends.pulled_back("feature grad", self.flat_module.hidden_features, w, x, slope)
+
+    def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+        return self.backends.pulled_back("score grad", self._row_scores, w, x, slope)
 
     @property
     def calibrates(self) -> bool:  # type: ignore[override]

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from coterie._core.errors import DataError, SettingError
 from coterie.models.layers import Block, Blocks, ChannelAxis, CharLSTM, GlobalMax, Residual, Scaled
+from coterie.models.low_rank import low_rank
 from coterie.models.network import Network, check_rows, seeded
 from coterie.models.targets import check_column, count_classes
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
+_NORMS: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +85,13 @@ class Zoo(Network):
             )
 
 
-def mlp(hidden: tuple[int, ...] = (64,), activation: str = "relu", **options: Any) -> Network:
+def mlp(
+    hidden: tuple[int, ...] = (64,),
+    activation: str = "relu",
+    norm: str | None = None,
+    adapters: int | None = None,
+    **options: Any,
+) -> Network:
     """Return a multilayer perceptron over the flattened inputs.
 
     Parameters
@@ -92,6 +100,10 @@ def mlp(hidden: tuple[int, ...] = (64,), activation: str = "relu", **options: An
         Widths of the hidden layers.
     activation
         "relu", "tanh" or "gelu".
+    norm
+        "batch" or "layer" for a layer of normalisation before every activation.
+    adapters
+        Rank of adapters that are trained in place of the weights, which stay as they were drawn (`low_rank`).
     **options
         `classes`, the number of classes if some may be missing from the data, and those of `network` except `buffers`.
 
@@ -109,7 +121,10 @@ def mlp(hidden: tuple[int, ...] = (64,), activation: str = "relu", **options: An
     """
     if activation not in _ACTIVATIONS:
         raise SettingError(f"activation={activation!r} is unknown: choose from {', '.join(_ACTIVATIONS)}.")
-    return _make("mlp", {"hidden": tuple(hidden), "activation": activation}, **options)
+    if norm is not None and norm not in _NORMS:
+        raise SettingError(f"norm={norm!r} is unknown: choose from {', '.join(_NORMS)}.")
+    more = {name: value for name, value in (("norm", norm), ("adapters", adapters)) if value is not None}
+    return _make("mlp", {"hidden": tuple(hidden), "activation": activation, **more}, **options)
 
 
 def cnn(channels: tuple[int, ...] = (32, 64), kernel: int = 3, hidden: int = 128, **options: Any) -> Network:
@@ -240,14 +255,21 @@ def _make(
 
 
 def _build_mlp(
-    features: tuple[int, ...], outputs: int, hidden: tuple[int, ...], activation: str
+    features: tuple[int, ...],
+    outputs: int,
+    hidden: tuple[int, ...],
+    activation: str,
+    norm: str | None = None,
+    adapters: int | None = None,
 ) -> nn.Module:
     layers: list[nn.Module] = [nn.Flatten()]
     width = torch.Size(features).numel()
     for size in hidden:
-        layers += [nn.Linear(width, size), _ACTIVATIONS[activation]()]
+        between = [] if norm is None else [_NORMS[norm](size)]
+        layers += [nn.Linear(width, size), *between, _ACTIVATIONS[activation]()]
         width = size
-    return nn.Sequential(*layers, nn.Linear(width, outputs))
+    module = nn.Sequential(*layers, nn.Linear(width, outputs))
+    return module if adapters is None else low_rank(module, adapters)
 
 
 def _build_cnn(

@@ -32,3 +32,46 @@ def onto_simplex(rows: Tensor) -> Tensor:
     level = (ordered.cumsum(-1) - 1) / count
     support = (ordered > level).sum(-1, keepdim=True).clamp(min=1)
     return (rows - level.gather(-1, support - 1)).clamp(min=0)
+
+
+def best_mixtures(means: Tensor, variances: Tensor, steps: int = 500) -> Tensor:
+    """Return for each client the mixture of all clients with the least error as an estimate of its own mean.
+
+    Row i minimises sum_j a_j^2 variances_j + |sum_j a_j means_j - means_i|^2 over the simplex, by accelerated projected
+    gradients (Beck, Teboulle 2009): the first term is the variance of the mixture, the second its squared bias.
+
+    Parameters
+    ----------
+    means
+        What each client is described by, [n, m].
+    variances
+        Variance of each estimate, [n].
+    steps
+        At most so many gradient steps; they end when no weight moves by 1e-9.
+
+    Returns
+    -------
+    Tensor
+        Weights, [n, n].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.simplex import best_mixtures
+    >>> means = torch.tensor([[0.0], [0.0], [9.0]], dtype=torch.float64)
+    >>> best_mixtures(means, torch.ones(3, dtype=torch.float64)).round(decimals=1).tolist()
+    [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]
+    """
+    gram = means @ means.mT
+    curvature = torch.linalg.matrix_norm(gram, 2) + variances.max()
+    a = point = torch.eye(len(means), dtype=means.dtype, device=means.device)
+    speed = 1.0
+    for _ in range(steps if float(curvature) > 0 else 0):
+        slope = point * variances + point @ gram - gram
+        moved = onto_simplex(point - slope / curvature)
+        faster = (1 + (1 + 4 * speed**2) ** 0.5) / 2
+        change = moved - a
+        point, a, speed = moved + (speed - 1) / faster * change, moved, faster
+        if float(change.abs().max()) < 1e-9:
+            break
+    return a

@@ -271,7 +271,7 @@ def trained(tmp_path, change=None, kind="call", algorithm=None, rounds=3, phase=
     transport, notes = Liar(nodes, change, kind, phase), []
     caller = NodeCaller(transport, deadline=5.0, note=notes.append)
     algorithm = algorithm or make("fedavg", lr=0.3)
-    own = algorithm.own_model(rounds)
+    own = algorithm.trial_model(rounds)
     request = RunRequest(ROLES, model=None if own is None else description(own))
     plan = survey(caller, {name: [name] for name in nodes}, request, "a" * 8, patience=0.05)
     notes += plan.warnings

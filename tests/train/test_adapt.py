@@ -172,7 +172,7 @@ def test_the_others_stay_as_they_were(trained: dict[str, Path]) -> None:
 def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
     table = clinics(6, 30, seed=1)
     method = make(name)
-    fed = coterie.Federation.from_table(table, "clinic", "y", cluster="kind", model=method.own_model(3))
+    fed = coterie.Federation.from_table(table, "clinic", "y", cluster="kind", model=method.trial_model(3))
     coterie.fit(fed, method, rounds=3, out=tmp_path / "run")
     found = adapt(tmp_path / "run", clinics(2, 12, seed=2, first=6))
     assert torch.isfinite(found.models).all() and found.models.shape == (2, fed.d)

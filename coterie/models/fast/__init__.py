@@ -12,6 +12,7 @@ commas leaves only those on.
 | sgd | `client.sgd` | an `SgdJob`: local SGD of a stack of clients |
 | client sgd | parallel-clients | model, w [d], minibatches, lr, prox, anchor, linear: local SGD of one client |
 | gradient | `Network.grad` | model, w [k, d], x, y, weight: gradients of a stack of clients |
+| features | `Network.hidden_features`, `feature_grad` | model, w [k, d], then x: what reaches the last layer |
 | client gradient | `Network.grad` | model, w [d], x, y, weight: the gradient of one client |
 | statistics | `client.full_grad`, `loss`, `solve` | model, rows: sums over rows that replace the rows |
 | group norm | blocks of `resnet9` | images, channels, groups, pool: norm, rectifier and pool at once |
@@ -92,6 +93,7 @@ PATHS = (
     FastPath("manual-backprop", "client gradient", manual_backprop.supports, manual_backprop.gradient),
     FastPath("mlp-kernel", "gradient", mlp_kernel.supports, mlp_kernel.run, family="stacked", prepares=True),
     FastPath("batched-layers", "gradient", batched_layers.supports, batched_layers.run, family="stacked"),
+    FastPath("batched-layers", "features", batched_layers.supports_features, batched_layers.features),
     FastPath("vmap", "gradient", vmap.supports, vmap.run, family="stacked"),
     FastPath("cuda-graphs", "gradient", cuda_graphs.supports, cuda_graphs.run, family="captured"),
     FastPath("group-norm", "group norm", group_norm.takes, group_norm.normalised),

@@ -32,8 +32,21 @@ def run(model: Network, w: Tensor, *rows: Tensor) -> Tensor:
 _totals: WeakKeyDictionary[Network, Gradient] = WeakKeyDictionary()
 
 
-def outputs(model: Network, w: Tensor, x: Tensor) -> Tensor:
-    """Return outputs [k, B, outputs] for a stack of clients, w [k, d] and x [k, B, ...].
+def supports_features(model: Network, w: Tensor) -> bool:
+    """Return True if the module is a chain of nn.Linear and activations that ends with a linear layer."""
+    layers = model.flat_module.layers
+    return layers is not None and model.stacked is not False and isinstance(layers[-1], nn.Linear)
+
+
+def features(model: Network, w: Tensor, x: Tensor) -> Tensor:
+    """Return what reaches the last layer, [k, B, width], for a stack of clients."""
+    layers = model.flat_module.layers
+    assert layers is not None
+    return outputs(model, w, x, len(layers) - 1)
+
+
+def outputs(model: Network, w: Tensor, x: Tensor, layers: int | None = None) -> Tensor:
+    """Return outputs [k, B, outputs] of the first `layers` for a stack of clients, w [k, d] and x [k, B, ...].
 
     Inside, rows are the last axis: with that layout all products of a gradient run at full speed.
     """
@@ -41,7 +54,7 @@ def outputs(model: Network, w: Tensor, x: Tensor) -> Tensor:
     assert flat_module.layers is not None
     parts = iter(zip(w.split(flat_module.sizes, -1), flat_module.shapes, strict=True))
     values = x.to(w.dtype).flatten(2).mT
-    for layer in flat_module.layers:
+    for layer in flat_module.layers[:layers]:
         if not isinstance(layer, nn.Linear):
             values = layer(values)
             continue
