@@ -17,8 +17,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Paths are relative to the sources, and there is no build number, so that the same sources give the same bytes.
-OPTIONS = "-std=gnu11 -O3 -g0 -fPIC -shared -pthread -ffp-contract=fast -fno-math-errno -Wall -Wextra -Wno-psabi".split()
-LINUX = ["-Wl,--build-id=none", "-Wl,--strip-all", "-Wl,-z,noexecstack"]
+OPTIONS = "-std=gnu11 -O3 -g0 -fPIC -shared -pthread -ffp-contract=fast -fno-math-errno -Wall -Wextra".split()
+LINUX = ["-Wno-psabi", "-Wl,--build-id=none", "-Wl,--strip-all", "-Wl,-z,noexecstack"]
 
 
 class Kernels(BuildHookInterface):

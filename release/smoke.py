@@ -50,7 +50,7 @@ from coterie.experiments.mixed_model import mixed_model
 client = torch.arange(8).repeat_interleave(10)
 noise = torch.randn(80, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 fitted = mixed_model(torch.ones(80, 1, dtype=torch.float64), client.double() + noise, client, torch.arange(8) // 4)
-assert torch.isfinite(fitted.coefficients).all()
+assert torch.isfinite(fitted.models).all()
 """
 
 
@@ -92,7 +92,8 @@ STEPS = (
     Step(("privacy", *HEART, "--epsilons", "8", "--rounds", "2", "--seeds", "1"), "privacy"),
     Step(("federate", "init", "federation", "--node", "a"), "flower"),
     Step(("federate", "demo", "--rounds", "2", "--out", "hospitals"), "flower"),
-    Step(("adapters", "texts", "--model", "tiny", "--rounds", "1", "--context", "16", "--out", "adapted-texts"), "llm", LANGUAGE_MODEL),
+    Step(("adapters", "texts", "--model", "tiny", "--rounds", "1", "--context", "16", "--out", "spoken"), "llm",
+         LANGUAGE_MODEL),
     Step((), "images", PICTURES),
     Step((), "stats", MIXED_MODEL),
 )  # fmt: skip

@@ -34,7 +34,7 @@ def check(library: Path) -> None:
     bound = max(map(_numbers, needed.values()), default=(0,))
     oldest = max((min(offered[name]) for name in needed), default=(0,))
     print(
-        f"   {len(needed)} functions of glibc, all in {_text(oldest)} or older; built here it is bound to {_text(bound)}"
+        f"   {len(needed)} functions of glibc, all in {_text(oldest)} or older; this build is bound to {_text(bound)}"
         + ("" if bound <= OLDEST else ": publish the wheel of the manylinux_2_28 image (cibuildwheel)")
     )
 

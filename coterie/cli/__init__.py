@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
+from coterie._core import extras
 from coterie._core.errors import CoterieError
 from coterie.cli import console
 
@@ -137,6 +138,12 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments)
     except CoterieError as problem:
         console.error(str(problem))
+        sys.exit(2)
+    except ImportError as problem:
+        explained = extras.explain(problem)
+        if explained is None:
+            raise
+        console.error(str(explained))
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)

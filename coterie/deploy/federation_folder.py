@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie._core import files
+from coterie._core import extras, files
 from coterie._core.errors import RunError, SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.data.federated import Roles
@@ -119,6 +119,7 @@ class FederationFolder:
 
 def load_flower() -> Any:
     """Import the one module that needs Flower; raise `CoterieError` where Flower is not installed."""
+    extras.require("flower", "a federation")
     os.environ.update(QUIET)
     try:
         return importlib.import_module("coterie.deploy.flower")

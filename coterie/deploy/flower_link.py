@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from coterie._core import extras
 from coterie._core.errors import CoterieError
 from coterie.deploy import keys
 from coterie.deploy.gate import MOST_BYTES, Gate, Keys
@@ -117,5 +118,5 @@ def leave_with_parent() -> None:
 
 
 def missing(problem: ImportError) -> CoterieError:
-    """Return the error that says how to install Flower."""
-    return CoterieError(f"a federation needs Flower ({problem}). Install it: pip install 'coterie[flower]'")
+    """Return the error that says how to install the version of Flower that fits."""
+    return extras.missing("flower", "a federation", f"Flower ({problem})")

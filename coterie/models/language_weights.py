@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from coterie._core.errors import DataError, SettingError
+from coterie._core import extras
+from coterie._core.errors import DataError
 
 SMOLLM2 = "smollm2"
 VARIABLE = "COTERIE_SMOLLM2"
@@ -98,9 +99,7 @@ def read_tokenizer(location: Location) -> Any:
 
 def require() -> Any:
     """Return the package transformers; raise an error if it or peft is not installed."""
-    missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SettingError(f"language models need {missing[0]}: pip install 'coterie[llm]'")
+    extras.require("llm", "a language model", "transformers", "peft")
     import transformers
 
     return transformers
