@@ -1,4 +1,6 @@
-"""Compiles coterie/_core/native/*.c into one library; without a compiler the package is installed without it.
+"""Build hooks: the C library, and the README as PyPI shows it.
+
+coterie/_core/native/*.c are compiled into one library; without a compiler the package is installed without it.
 
 Environment: `CC` names the compiler. `COTERIE_PLAIN=1` leaves the library out, for the wheel that runs everywhere;
 `COTERIE_NATIVE=1` makes a failing compiler an error, for wheels that must have it.
@@ -6,6 +8,7 @@ Environment: `CC` names the compiler. `COTERIE_PLAIN=1` leaves the library out, 
 
 import os
 import platform
+import re
 import runpy
 import shlex
 import subprocess
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # Paths are relative to the sources, and there is no build number, so that the same sources give the same bytes.
 OPTIONS = "-std=gnu11 -O3 -g0 -fPIC -shared -pthread -ffp-contract=fast -fno-math-errno -Wall -Wextra".split()
@@ -37,6 +41,21 @@ class Kernels(BuildHookInterface):
             old.unlink()
         build_data["artifacts"].append(f"coterie/_core/native/{library.name}")
         build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform_tag()}"
+
+
+class Readme(MetadataHookInterface):
+    """Links to files of the repository are absolute if pyproject.toml has its address, and words without it."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        repository = metadata.get("urls", {}).get("Repository")
+        metadata["readme"] = {"content-type": "text/markdown", "text": for_pypi(text, repository)}
+
+
+def for_pypi(text: str, repository: str | None) -> str:
+    """Return a README whose links all lead somewhere outside of the repository."""
+    there = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
+    return re.sub(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)", there, text)
 
 
 def compile_to(library: Path) -> str:

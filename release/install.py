@@ -37,11 +37,11 @@ def everywhere(built: Built, only: list[str] | None = None) -> dict[str, float]:
     """
     ways: dict[str, tuple[Path, list[str]]] = {
         "core": (built.wheel, []),
-        "pure": (built.pure, []),
-        "sdist": (built.sdist, []),
-        "sdist without compiler": (built.sdist, []),
         **{extra: (built.wheel, [extra]) for extra in extras()},
         "all": (built.wheel, extras()),
+        "sdist": (built.sdist, []),
+        "sdist without compiler": (built.sdist, []),
+        "pure": (built.pure, []),
     }
     sizes = {}
     for way, (file, wanted) in ways.items():
@@ -68,7 +68,10 @@ def everywhere(built: Built, only: list[str] | None = None) -> dict[str, float]:
                     folder=folder,
                 )
                 count += 1
-        print(f"   {way}: {sizes[way]:.0f} MB, C library {'yes' if native else 'no'}, {count} commands")
+        print(
+            f"   {way}: {sizes[way]:.0f} MB, C library {'yes' if native else 'no'}, {count} commands",
+            flush=True,
+        )
     return sizes
 
 

@@ -12,18 +12,18 @@ from release.build import Failed
 HEART = ("heart_disease", "--client", "hospital", "--target", "sick")
 
 # What the commands read that does not come with the package. Each is run by the installed Python.
-NEW_CLIENT = """
-import polars
+INPUTS = """
+import pathlib, polars
 from coterie.data import bundled
 table = polars.read_csv(bundled.path("heart_disease")).filter(polars.col("hospital") == "cleveland").head(60)
 table.with_columns(hospital=polars.lit("elsewhere")).write_csv("elsewhere.csv")
-"""
-LANGUAGE_MODEL = """
-import pathlib, torch, transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 for client, text in (("de", "die katze schläft im haus. "), ("nl", "de kat slaapt in het huis. ")):
     pathlib.Path("texts", client).mkdir(parents=True)
     pathlib.Path("texts", client, "a.txt").write_text(text * 60, encoding="utf-8")
+"""
+LANGUAGE_MODEL = """
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 tokens = Tokenizer(models.BPE())
 tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 tokens.decoder = decoders.ByteLevel()
@@ -78,7 +78,7 @@ STEPS = (
     Step(("compare", *HEART, "--rounds", "5", "--budget", "2", "--out", "compared")),
     Step(("report", "fitted", "compared", "--out", "page.html")),
     Step(("predict", "fitted", "heart_disease", "--out", "answers.csv")),
-    Step(("adapt", "fitted", "elsewhere.csv", "--out", "adapted"), prepare=NEW_CLIENT),
+    Step(("adapt", "fitted", "elsewhere.csv", "--out", "adapted")),
     Step(("export", "fitted", "--client", "cleveland", "--to", "csv", "--out", "model.csv")),
     Step(("export", "fitted", "--client", "cleveland", "--to", "safetensors", "--out", "model.safetensors")),
     Step(("export", "fitted", "--client", "cleveland", "--to", "torchscript", "--out", "model.pt")),
@@ -124,6 +124,7 @@ def commands(python: Path, extras: set[str], folder: Path, core: bool) -> int:
     steps = [step for step in STEPS if step.extra in extras or core]
     if not core and "export" in extras:  # it exports a run
         steps.insert(0, next(step for step in STEPS if step.words[:1] == ("fit",)))
+    _require(0, _run([python, "-c", INPUTS], folder), ("python -c", INPUTS))
     for step in steps:
         lacking = step.extra and step.extra not in extras
         if step.prepare and not lacking:

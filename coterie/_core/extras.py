@@ -13,7 +13,7 @@ EXTRAS = {
     "export": ("onnx", "onnxscript"),
     "tune": ("optuna",),
     "track": ("tensorboard", "mlflow", "wandb"),
-    "llm": ("transformers", "peft", "gguf", "tokenizers"),
+    "llm": ("transformers", "peft", "gguf"),
     "images": ("PIL",),
     "stats": ("statsmodels",),
 }

