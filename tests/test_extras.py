@@ -117,7 +117,7 @@ def test_readers_and_experiments_name_theirs(tmp_path: Path, monkeypatch: pytest
 
 def optional_imports() -> Iterator[tuple[str, str, bool]]:
     """Yield file, package, and whether it is imported as soon as the file is, for packages outside of the core."""
-    core = set("torch numpy safetensors polars sklearn scipy typer rich plotly jinja2 click".split())
+    core = set("torch numpy safetensors polars sklearn scipy typer rich plotly jinja2".split())
     core |= {"coterie", "threadpoolctl", "markupsafe"}  # the last two come with scikit-learn and jinja2
     core |= set(sys.stdlib_module_names)
     for path in PACKAGE.rglob("*.py"):

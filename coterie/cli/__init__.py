@@ -10,9 +10,8 @@ import functools
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import click
 import typer
 from typer.core import TyperCommand, TyperGroup
 
@@ -20,6 +19,9 @@ from coterie import __version__
 from coterie._core import extras
 from coterie._core.errors import CoterieError
 from coterie.cli import console
+
+if TYPE_CHECKING:
+    import click  # typer brings it, under its own name since 0.29
 
 HEART = "heart_disease --client hospital --target sick"
 
