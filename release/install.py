@@ -37,6 +37,7 @@ def everywhere(built: Built, only: list[str] | None = None) -> dict[str, float]:
     """
     ways: dict[str, tuple[Path, list[str]]] = {
         "core": (built.wheel, []),
+        "newest": (built.wheel, []),  # of all packages but torch, as users get them
         **{extra: (built.wheel, [extra]) for extra in extras()},
         "all": (built.wheel, extras()),
         "sdist": (built.sdist, []),
@@ -48,13 +49,13 @@ def everywhere(built: Built, only: list[str] | None = None) -> dict[str, float]:
         if only is not None and way not in only:
             continue
         compiler = {"CC": "no-such-compiler"} if way.endswith("without compiler") else {}
-        with environment(file, wanted, **compiler) as (python, folder):
+        with environment(file, wanted, pinned=way != "newest", **compiler) as (python, folder):
             sizes[way] = megabytes(python)
             native = run(python, "-c", NATIVE, folder=folder).strip() == "True"
             if native != (file == built.wheel or way == "sdist") and built.wheel != built.pure:
                 raise Failed(f"{way}: the C library is {'' if native else 'not '}there")
             count = smoke.commands(python, set(wanted), folder, core=way in ("core", "pure"))
-            if way.startswith("sdist"):
+            if way.startswith(("sdist", "newest")):
                 run(
                     python,
                     "-m",
@@ -76,7 +77,9 @@ def everywhere(built: Built, only: list[str] | None = None) -> dict[str, float]:
 
 
 @contextmanager
-def environment(file: Path, wanted: list[str], **variables: str) -> Iterator[tuple[Path, Path]]:
+def environment(
+    file: Path, wanted: list[str], pinned: bool = True, **variables: str
+) -> Iterator[tuple[Path, Path]]:
     """Install a file into a new environment; yield its Python and an empty folder elsewhere."""
     with tempfile.TemporaryDirectory(prefix="coterie-release-") as place:
         run(sys.executable, "-m", "venv", Path(place, "venv"))
@@ -85,7 +88,10 @@ def environment(file: Path, wanted: list[str], **variables: str) -> Iterator[tup
         folder.mkdir()
         target = f"{file}[{','.join(wanted)}]" if wanted else str(file)
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
-        run(*pip, "--constraint", ROOT / "constraints.txt", target, folder=folder, **variables)
+        pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+        constraints = Path(place, "constraints.txt")
+        constraints.write_text("".join(pin for pin in pins if pinned or pin.startswith("torch==")))
+        run(*pip, "--constraint", constraints, target, folder=folder, **variables)
         yield python, folder
 
 

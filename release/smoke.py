@@ -155,7 +155,7 @@ def _run(words: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
 
 
