@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all e2e fuzz browser lint format bench bench-check docs docs-test lock clean
+.PHONY: demo test test-slow test-all e2e fuzz browser lint format bench bench-check docs docs-test lock release-check clean
 .NOTPARALLEL:
 
 demo: .venv/.core
@@ -59,6 +59,11 @@ bench: .venv/.core
 bench-check: .venv/.core
 	$(BIN)/python -m benchmarks check
 
+# Builds wheels and sdist twice into dist/, compares the bytes, installs them into empty environments (without extras,
+# with each, without a compiler) and runs every command there. Takes a quarter of an hour; WAYS=core,tune takes less.
+release-check: .venv/.release
+	$(BIN)/python -m release $(if $(WAYS),--install $(WAYS))
+
 # The package with what it cannot do without; its C library is built here. The wheel of torch has 124 MB of its own
 # C++ tests, which nothing here runs. Bytecode is written when a module is first imported.
 .venv/.core: pyproject.toml constraints.txt hatch_build.py $(wildcard coterie/_core/native/*.[ch])
@@ -81,8 +86,12 @@ bench-check: .venv/.core
 	$(PIP) "coterie[docs]"
 	touch $@
 
+.venv/.release: .venv/.core
+	$(PIP) "coterie[release]"
+	touch $@
+
 # Write down the versions in .venv as the new pins.
-lock: .venv/.test .venv/.lint .venv/.docs
+lock: .venv/.test .venv/.lint .venv/.docs .venv/.release
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' | sort -f > constraints.txt
 
 clean:

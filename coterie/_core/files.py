@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from coterie._core import broadcast, manifest
+from coterie._core import broadcast, manifest, systems
 from coterie._core.errors import RunError
 from coterie._core.manifest import sha256
 
@@ -31,24 +31,16 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
         try:
             write(temporary)
             with open(temporary, "rb+") as stream:
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
+                systems.flush(stream.fileno())
+            systems.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _flush_folder(path.parent)
+        systems.flush_folder(path.parent)
     except OSError as problem:
         why = problem.strerror or str(problem)
         raise RunError(
             f"{path} cannot be written ({why}). Choose another place, or see to permissions and free space."
         ) from problem
-
-
-def _flush_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def require_writable(path: Path) -> None:
@@ -136,6 +128,8 @@ def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Ten
             header = stream.metadata() or {}
             note, shared = (json.loads(header.get(name, "{}")) for name in ("note", "shared"))
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}
+            if systems.maps_block_files():
+                tensors = {name: value.clone() for name, value in tensors.items()}
             for name, count in shared.items():
                 tensors[name] = tensors[name][0].expand(count, *tensors[name].shape[1:])
             return tensors, note

@@ -10,15 +10,18 @@ import functools
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import click
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
+from coterie._core import extras
 from coterie._core.errors import CoterieError
 from coterie.cli import console
+
+if TYPE_CHECKING:
+    import click  # typer brings it, under its own name since 0.29
 
 HEART = "heart_disease --client hospital --target sick"
 
@@ -137,6 +140,12 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments)
     except CoterieError as problem:
         console.error(str(problem))
+        sys.exit(2)
+    except ImportError as problem:
+        explained = extras.explain(problem)
+        if explained is None:
+            raise
+        console.error(str(explained))
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)

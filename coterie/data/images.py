@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core import extras
 from coterie._core.errors import DataError, SettingError
 from coterie.data.clients import Pool
 from coterie.data.files import decode, existing, members, read_bytes
@@ -224,12 +225,9 @@ def _records(where: str, raw: bytes, label_bytes: int) -> np.ndarray:
 
 
 def _pictures(path: Path, found: Iterable[tuple[PurePosixPath, bytes]], classes: list[str]) -> Pool:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError(
-            f"{path} holds pictures; reading them needs Pillow: pip install 'coterie[images]'"
-        ) from None
+    extras.require("images", f"{path} holds pictures; reading them")
+    from PIL import Image
+
     number = {name: k for k, name in enumerate(classes)}
     pixels: list[np.ndarray] = []
     for name, raw in found:

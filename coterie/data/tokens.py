@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core import systems
 from coterie._core.errors import DataError, SettingError
 from coterie.data.rows import Rows
 from coterie.data.split import split_rows
@@ -201,4 +202,4 @@ def _save(path: Path, ids: Tensor, lengths: Tensor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
         save_file({"ids": ids, "lengths": lengths}, partial)
-        partial.replace(path)
+        systems.replace(partial, path)

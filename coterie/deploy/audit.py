@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from coterie._core import systems
 from coterie._core.errors import CoterieError, RunError
 from coterie._core.printable import printable
 
@@ -62,14 +63,14 @@ class AuditLog:
         head = _hash(content)
         line = json.dumps({**content, "hash": head}, sort_keys=True) + "\n"
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = systems.open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 size = os.fstat(descriptor).st_size
                 try:
                     if os.write(descriptor, line.encode()) != len(line.encode()):
                         raise OSError("no space left for a whole line")
                     if self.sync:
-                        os.fsync(descriptor)
+                        systems.flush(descriptor)
                 except OSError:
                     os.ftruncate(descriptor, size)  # no half line: the log stays readable
                     raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from coterie._core import files
+from coterie._core import files, systems
 
 CallId = tuple[int, int]  # round, call
 
@@ -35,12 +35,12 @@ class ClientStateFiles:
         oldest = self._path(floor).name
         for path in self.folder.glob("*.safetensors"):
             if path.name < oldest:
-                path.unlink(missing_ok=True)
+                systems.discard(path)
 
     def clear(self) -> None:
         """Remove all states."""
         for path in self.folder.glob("*.safetensors"):
-            path.unlink(missing_ok=True)
+            systems.discard(path)
 
     def _path(self, stamp: CallId) -> Path:
         return self.folder / f"{stamp[0]:09d}-{stamp[1]:06d}.safetensors"

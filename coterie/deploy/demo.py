@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from coterie._core import systems
 from coterie.algorithms import Algorithm
 from coterie.data import bundled, tables
 from coterie.data.federated import Roles
 from coterie.deploy import federation_folder
 from coterie.deploy import policy as policies
 from coterie.deploy.federation_folder import FederationFolder, command
-from coterie.deploy.flower_link import die_with_parent
 from coterie.deploy.policy import Policy
 
 STOPS_WITHIN = 10.0
@@ -84,19 +82,10 @@ def process(
             words,
             stdout=stream,
             stderr=stream,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
             env=environment,
+            **systems.apart(),
         )
     try:
         yield running
     finally:
-        running.send_signal(signal.SIGCONT)
-        running.terminate()
-        try:
-            running.wait(STOPS_WITHIN)
-        except subprocess.TimeoutExpired:
-            pass
-        with suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)  # and what it has started
-        running.wait()
+        systems.end(running, STOPS_WITHIN)

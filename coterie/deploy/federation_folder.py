@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import importlib
 import ipaddress
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie._core import files
+from coterie._core import extras, files, systems
 from coterie._core.errors import RunError, SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.data.federated import Roles
@@ -119,6 +118,7 @@ class FederationFolder:
 
 def load_flower() -> Any:
     """Import the one module that needs Flower; raise `CoterieError` where Flower is not installed."""
+    extras.require("flower", "a federation")
     os.environ.update(QUIET)
     try:
         return importlib.import_module("coterie.deploy.flower")
@@ -157,8 +157,7 @@ def init(
     if path.exists() and any(path.iterdir()):
         raise RunError(f"{path} exists already and is not a federation. Choose another folder.")
     files.require_writable(path / CONFIG)
-    keys.private_folder(path)
-    os.chmod(path, 0o700)
+    systems.keep_private(keys.private_folder(path))
     hosts = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1"]))
     keys.make_authority(path / "ca", path.name, days)
     keys.make_server_certificate(path / "ca", path / "server", hosts, days)
@@ -167,7 +166,7 @@ def init(
         keys.write_private(path / "server" / role, secrets.token_hex(32).encode() + b"\n")
     keys.private_folder(path / "server" / "app")
     files.write_text(path / "server" / "app" / "pyproject.toml", flower.APP)
-    _script(path / "server" / "start.sh", ["federate", "server", ".."])
+    _script(path / "server", ["federate", "server", ".."])
     data = {**roles.to_json(), "drop": list(roles.drop)}
     config = {"server": {"host": hosts[0], "port": port}, "data": data, "nodes": {}}
     files.write_toml(path / CONFIG, config)
@@ -189,16 +188,16 @@ def _add_nodes(
         (place / "ca.crt").write_bytes((folder.path / "server" / "ca.crt").read_bytes())
         address = f"{config['server']['host']}:{config['server']['port']}"
         files.write_toml(place / NODE_CONFIG, {"name": name, "server": address})
-        _script(place / "start.sh", ["federate", "node", ".", "--data", "TABLE.csv", "--client", name])
+        _script(place, ["federate", "node", ".", "--data", "TABLE.csv", "--client", name])
         config["nodes"][name] = list(clients) or [name]
     files.write_toml(folder.path / CONFIG, config)
     return folder
 
 
-def _script(path: Path, words: Sequence[str]) -> None:
-    line = shlex.join(["coterie", *words])
-    files.write_text(path, f'#!/bin/sh\ncd "$(dirname "$0")" && exec {line} "$@"\n')
-    path.chmod(0o700)
+def _script(folder: Path, words: Sequence[str]) -> None:
+    name, content = systems.script(shlex.join(["coterie", *words]))
+    files.write_text(folder / name, content)
+    (folder / name).chmod(0o700)
 
 
 def _readme(folder: FederationFolder) -> str:
@@ -362,11 +361,9 @@ def _leave(*signal_and_frame: object) -> None:
 @contextmanager
 def only_one(state: Path) -> Iterator[None]:
     """Lock a state folder: two nodes that share one would overwrite each other's files."""
-    with open(state / "lock", "w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"{state} is in use by another running node") from None
+    with systems.locked(state / "lock") as ours:
+        if not ours:
+            raise RunError(f"{state} is in use by another running node")
         yield
 
 
@@ -416,7 +413,7 @@ def submit(folder: FederationFolder, jobs: Sequence[Path], insecure: bool = Fals
     """Ask the SuperLink to run jobs, or to continue them from their last checkpoints."""
     for job in jobs:
         told = progress(job)
-        if told.get("state") in ("gathering", "running") and _is_alive(told["pid"]):
+        if told.get("state") in ("gathering", "running") and systems.is_alive(told["pid"]):
             attach = f"coterie federate attach {folder.path} --run {job.name}"
             raise RunError(f"the run {job.name} is still running. Follow it: {attach}")
     operator = folder.operator(insecure)
@@ -456,7 +453,7 @@ def follow(
             return told
         if state == "failed":
             raise RunError(f"the run failed: {told.get('error')}")
-        if state != "waiting" and not _is_alive(told["pid"]) and progress(job) == told:
+        if state != "waiting" and not systems.is_alive(told["pid"]) and progress(job) == told:
             resume = f"coterie federate run {job.parent.parent} --resume {job.name}"
             raise RunError(f"the run was interrupted after round {told['round']}. Go on with: {resume}")
         if state == "waiting" and time.monotonic() - began > limit:
@@ -473,16 +470,6 @@ def notes(job: Path) -> list[str]:
     """Return the server's notes about nodes and their replies."""
     path = job / NOTES
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def free_port() -> int:

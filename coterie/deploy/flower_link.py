@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
 import logging
 import os
-import signal
 import ssl
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+from coterie._core import extras, systems
 from coterie._core.errors import CoterieError
 from coterie.deploy import keys
 from coterie.deploy.gate import MOST_BYTES, Gate, Keys
@@ -71,7 +69,7 @@ def serve(
         superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
     except ImportError as problem:
         raise missing(problem) from None
-    superlink.get_popen_detach_kwargs = lambda: {"start_new_session": True, "preexec_fn": die_with_parent}
+    superlink.get_popen_detach_kwargs = systems.apart  # Flower's would try to reach a dead parent for ever
     config = dataclasses.replace(superlink._parse_superlink_lifespan_config(), enable_supernode_auth=True)
     app = create_app(config, superlink.SuperLinkLifespan)
     app.add_middleware(
@@ -98,24 +96,16 @@ def serve(
     PatientServer(server).run()
 
 
-def die_with_parent() -> None:
-    """Let the kernel end this new process with its parent; Flower's would try to reach the parent for ever."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def leave_with_parent() -> None:
     """End this process as soon as its parent is gone; all that matters is on disk."""
-    parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
+        systems.wait_for_orphanhood()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def missing(problem: ImportError) -> CoterieError:
-    """Return the error that says how to install Flower."""
-    return CoterieError(f"a federation needs Flower ({problem}). Install it: pip install 'coterie[flower]'")
+    """Return the error that says how to install the version of Flower that fits."""
+    return extras.missing("flower", "a federation", f"Flower ({problem})")

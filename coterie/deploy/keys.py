@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coterie._core import systems
 from coterie._core.errors import SettingError
+from coterie._core.systems import private_folder as private_folder
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -26,19 +28,11 @@ CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 CERTIFICATE = "node.crt"
 
 
-def private_folder(path: Path) -> Path:
-    """Create a folder, and those above it, that only its owner can read; return it."""
-    if not path.exists():
-        private_folder(path.parent)
-        path.mkdir(mode=0o700)
-    return path
-
-
 def write_private(path: Path, content: bytes) -> None:
     """Write a new file that only its owner can read; raise `SettingError` if it exists."""
     private_folder(path.parent)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = systems.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         raise SettingError(
             f"{path} exists already, and a key is never overwritten. Remove it first."
@@ -51,7 +45,7 @@ def require_private(path: Path) -> None:
     """Raise `SettingError` if a secret is missing or readable by other users."""
     if not path.exists():
         raise SettingError(f"{path} does not exist; `coterie federate init` makes it")
-    if path.stat().st_mode & 0o077:
+    if systems.others_can_read(path):
         raise SettingError(f"{path} is readable by other users of this machine. Fix it: chmod 600 {path}")
 
 
@@ -174,12 +168,9 @@ def tls_context(authority: Path, key: Path) -> ssl.SSLContext:
         pem = private.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        with tempfile.NamedTemporaryFile(
-            dir=key.parent
-        ) as stream:  # readable by its owner only, and gone at once
-            stream.write(pem)
-            stream.flush()
-            context.load_cert_chain(certificate, stream.name)
+        with tempfile.TemporaryDirectory(dir=key.parent) as place:  # the key is gone at once
+            write_private(Path(place, "key.pem"), pem)
+            context.load_cert_chain(certificate, Path(place, "key.pem"))
     return context
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import coterie
-from coterie._core import files
+from coterie._core import files, systems
 from coterie._core.errors import CoterieError, DataError
 from coterie._core.printable import printable
 from coterie.algorithms import Algorithm, make
@@ -409,7 +409,7 @@ class OpenRun:
         if self.privacy is not None:
             self.privacy.finish()
         for old in (self.folder / "models").glob("*.safetensors"):
-            old.unlink(missing_ok=True)
+            systems.discard(old)
         return {"models": len(own)}, {}
 
     def _enough(self, values: dict[str, Tensor], split: str, at: Tensor | None) -> dict[str, Tensor]:

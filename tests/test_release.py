@@ -1,0 +1,114 @@
+"""What is published: metadata, workflows, and builds that repeat to the bit (`make release-check` does all of it)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import coterie
+from coterie._core.extras import EXTRAS
+from coterie.cli import COMMANDS
+from release import install, smoke
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """The build hooks, which need hatchling."""
+    pytest.importorskip("hatchling", reason="the build backend, which coterie[test] brings")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_command_and_extra_is_tried_after_installing() -> None:
+    assert {step.words[0] for step in smoke.STEPS if step.words} >= set(COMMANDS)
+    assert {step.extra for step in smoke.STEPS} - {""} == set(EXTRAS) == set(install.extras())
+
+
+def test_continuous_integration_runs_what_the_script_runs() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    here = re.search(r"for target in ([^;]+);", script)
+    there = re.search(r"target: \[([^\]]+)\]", workflow)
+    assert here is not None and there is not None
+    assert here[1].split() == there[1].split(", ")
+    classified = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one}
+    assert classified == set(re.findall(r'"(3\.\d+)"', workflow.partition("python: [")[2].partition("]")[0]))
+
+
+@pytest.mark.parametrize(
+    "name", [".github/workflows/ci.yml", ".github/workflows/release.yml", "CITATION.cff"]
+)
+def test_files_for_machines_can_be_read(name: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    found = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    if name == "CITATION.cff":
+        assert len(found["references"]) == 5 and found["license"] == PROJECT["license"]
+        assert coterie.__version__.partition(".dev")[0] == found["version"]
+        assert [author["name"] for author in found["authors"]] == [one["name"] for one in PROJECT["authors"]]
+    elif name.endswith("release.yml"):
+        publish = found["jobs"]["publish"]
+        assert publish["permissions"]["id-token"] == "write" and "secrets." not in str(found)
+        assert set(publish["needs"]) == set(found["jobs"]) - {"publish"}
+
+
+def test_the_readme_of_pypi_has_no_link_that_leads_nowhere(hooks: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = re.compile(r"\]\((?!https?://|#)")
+    assert relative.search(text)
+    assert not relative.search(hooks.for_pypi(text, None))
+    assert hooks.for_pypi("[a](docs/b.md), [c](https://d)", None) == "a, [c](https://d)"
+    assert hooks.for_pypi("[a](docs/b.md)", "https://r") == "[a](https://r/blob/main/docs/b.md)"
+    assert re.search(r"^pip install coterie$", text.partition("## From Python")[0], flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("target", "machine", "tag"),
+    [
+        ("11.0", "arm64", "macosx_11_0_arm64"),
+        ("15.4", "arm64", "macosx_15_0_arm64"),
+        ("10.13", "x86_64", "macosx_10_13_x86_64"),
+    ],
+)
+def test_wheels_of_macos(
+    hooks: ModuleType, target: str, machine: str, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(hooks.platform, "machine", lambda: machine)
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", target)
+    assert hooks.platform_tag() == tag
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_library_is_the_same_bytes_wherever_it_is_built(hooks: ModuleType, tmp_path: Path) -> None:
+    made = []
+    for name in ("one", "another and longer"):
+        folder = tmp_path / name
+        shutil.copytree(
+            ROOT / "coterie" / "_core" / "native", folder, ignore=shutil.ignore_patterns("kernels*")
+        )
+        assert hooks.compile_to(folder / "kernels.so") == ""
+        made.append((folder / "kernels.so").read_bytes())
+        assert [path.name for path in folder.glob("kernels*")] == ["kernels.so"]
+    assert made[0] == made[1]
+
+
+def test_without_a_compiler_there_is_a_reason(
+    hooks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no-such-compiler" in hooks.compile_to(tmp_path / "kernels.so")
+    assert not list(tmp_path.iterdir())
