@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from coterie.data import column_types as columns
+from coterie.data import grouping
 from coterie.data.client_sums import ClientSums
 from coterie.data.table_spec import TableSpec
 from coterie.data.target_task import MOST_LEVELS
@@ -150,6 +151,7 @@ def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
     Statistics
         Sums to be merged with those of the other clients.
     """
+    frame = grouping.combined(frame, spec.groups)
     numbers = {name: columns.numbers(frame, name, format=spec.formats.get(name, "")) for name in spec.numeric}
     owner = columns.labels(frame[spec.client])
     target = target_values(frame, spec)
