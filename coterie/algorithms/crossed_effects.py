@@ -16,15 +16,17 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.glm import Glm
-from coterie.theory.crossed import CellSums, Crossed
+from coterie.theory.crossed import INDIFFERENT, CellSums, Crossed
 from coterie.theory.laplace import minimum
 from coterie.theory.variance_components import pattern
 
 FIXED, UNUSED = -1, -2  # kinds of coefficients beside those of grouping columns 0, 1, ...
 _NEWTON_STEPS = 30  # for the effects at given variances; three are usual
 _SETTLED = 1e-9  # relative change of the objective that ends them
+_SHORTEST = 1e-3  # share of a step that is tried
 _DIGITS = 6  # of variances, so that machines whose last bits differ give the same
 _NEWCOMER_STEPS = 25
+_NOTHING = -25.0  # logarithm of a variance that stands for zero while effects are on their way there
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,12 @@ class CrossedEffects:
         model, point = self._best_model(fed, at, cell_sums(replies, at))
         values = _rounded(model.variances(model.without(point, float(model.deviance(point)))))
         common, effect, _ = model.effects(values)
-        s = _moved(fed, s, at, common, effect, model.at(values)[1])
+        x = _filled(fed, at, common, effect)
+        spread = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, at.fixed, model.at(values)[1])
         s = s.replace(
+            x=x,
+            centres=x[None],
+            within=spread.to(fed.device, fed.dtype)[None],
             noise=float(values[0]),
             variances=values,
             information=model.information(point),
@@ -165,12 +171,14 @@ class CrossedEffects:
         search = _ModeSearch(self, fed, s, at, groups)
         if search.first is None:
             return s
-        start = search.first.start()[1:]
-        point, height, information = minimum(search.deviance, start)
-        search.deviance(point)  # clients and server move to the best point
-        values = search.values(point)
+        point, height, information = minimum(search.deviance, search.first.start()[1:])
+        for k in range(len(point)):
+            trial = point.index_fill(0, torch.tensor(k), _NOTHING)
+            if search.deviance(trial) < height + INDIFFERENT:
+                point = trial
+        height = search.deviance(point)  # clients and server move to the best point
         return search.s.replace(
-            variances=values,
+            variances=search.values(point.masked_fill(point <= _NOTHING, -torch.inf)),
             information=information,
             client_groups=groups,
             deviance=height,
@@ -245,12 +253,11 @@ class _ModeSearch:
         self.method, self.fed, self.s, self.at, self.groups = method, fed, s, at, groups
         self.replies = method._ask(fed, s, at)
         self.first = self._model() if len(self.replies) else None
-        self.effect = torch.zeros(sum(at.sizes), dtype=torch.float64)
 
     def _model(self) -> Crossed:
+        """Return the working model of the last answers."""
         sums = cell_sums(self.replies, self.at)
-        rows = self.fed.rows["train"][self.replies.ids].double()
-        return Crossed(sums, self.groups, self.at.names, noise=1.0, ridge=_ridge(self.fed, self.at, rows))
+        return Crossed(sums, self.groups, self.at.names, noise=1.0, ridge=_ridge(self.fed, self.at, sums.rows))
 
     def values(self, point: Tensor) -> Tensor:
         """Return the variances at a point, in the units of the first model."""
@@ -258,41 +265,42 @@ class _ModeSearch:
         return self.first.variances(torch.cat([torch.zeros(1, dtype=torch.float64), point]))
 
     def deviance(self, point: Tensor) -> float:
-        """Return -2 log likelihood by Laplace's approximation."""
-        values, method, fed = self.values(point), self.method, self.fed
+        """Return -2 log likelihood by Laplace's approximation, and leave everybody at the mode of the effects."""
         assert self.first is not None
+        values, method, fed = self.values(point), self.method, self.fed
         _, inside, levels = self.first.at(values)
-        spread = torch.zeros(fed.d, dtype=fed.dtype).index_copy(0, self.at.fixed, inside.to(fed.dtype))
-        self.s = self.s.replace(within=spread.to(fed.device)[None])
-        before, share, last = torch.inf, 1.0, (self.s, self.effect)
+        spread = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, self.at.fixed, inside)
+        self.s = self.s.replace(within=spread.to(fed.device, fed.dtype)[None])
+        base = aim = self.s.x
+        before, share, volume = torch.inf, 1.0, torch.zeros(())
         for _ in range(_NEWTON_STEPS):
             self.replies = method._ask(fed, self.s, self.at)
             model = self._model()
             height = self._height(model, levels)
-            if height > before + _SETTLED * (1 + abs(before)) and share > 1e-3:
+            if height > before + _SETTLED * (1 + abs(before)) and share > _SHORTEST:
                 share *= 0.5
                 fed.map(method.retreat, share=share)
-                old, new = last
-                self.s = old.replace(x=old.x + share * (aim.x - old.x), centres=None or (old.x + share * (aim.x - old.x))[None])
-                self.effect = new + share * (target - new)
+                self._move(base + share * (aim - base))
                 continue
             common, effect, volume = model.effects(values)
-            if before - height < _SETTLED * (1 + abs(height)):
-                return height + float(volume)
-            last, before, share = (self.s, self.effect), height, 1.0
-            aim, target = _moved(fed, self.s, self.at, common, effect, inside), effect
-            fed.map(method.adjust, centre=aim.x, spread=aim.within[0], noise=1.0)
-            self.s, self.effect = aim, target
+            if abs(before - height) < _SETTLED * (1 + abs(height)):
+                break
+            base, aim, before, share = self.s.x, _filled(fed, self.at, common, effect), height, 1.0
+            fed.map(method.adjust, centre=aim, spread=self.s.within[0], noise=1.0)
+            self._move(aim)
         return height + float(volume)
+
+    def _move(self, x: Tensor) -> None:
+        self.s = self.s.replace(x=x, centres=x[None])
 
     def _height(self, model: Crossed, levels: Tensor) -> float:
         """Return twice the penalised loss of all clients at their present models."""
-        p = len(self.at.fixed)
+        p, x = len(self.at.fixed), self.s.x.double().cpu()
         losses, pulls = self.replies.values.double()[:, p * p + p + 2 : p * p + p + 4].sum(0)
-        common = self.s.x.double().cpu()[self.at.fixed]
+        effect = x[self.at.grouped].square()
+        own = torch.where(levels > 0, effect / levels.where(levels > 0, 1.0), 0.0).sum()
         assert model.ridge is not None
-        own = torch.where(levels > 0, self.effect.square() / levels.where(levels > 0, 1.0), 0.0).sum()
-        return float(2 * losses + pulls + own + (model.ridge * common.square()).sum())
+        return float(2 * losses + pulls + own + (model.ridge * x[self.at.fixed].square()).sum())
 
 
 def cell_sums(replies: Replies, at: Layout) -> CellSums:
@@ -326,7 +334,7 @@ def _plain(client: Client) -> Glm:
 
 def _working(model: Glm, t: Tensor, x: Tensor, y: Tensor, on: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, second derivatives h, and h z - g of rows with scores z and first derivatives g; 0 on padding."""
-    scores = model.scores(t, x).mT
+    scores = t.unsqueeze(-2) @ x.mT
     losses, first, second = model.row_derivatives(scores, y)
     h, z = second.squeeze(-2).squeeze(-2), scores.squeeze(-2)
     return losses * on, h * on, (h * z - first.squeeze(-2)) * on
@@ -347,7 +355,7 @@ def _settled(client: Client, model: Tensor, centre: Tensor, spread: Tensor, nois
         x = x.double()
         _, h, v = _working(plain, t, x, y, weight.double() * size)
         inside = x[..., varies]
-        left = v - h * plain.scores(w, x).squeeze(-1)
+        left = v - h * (x @ w.unsqueeze(-1)).squeeze(-1)
         a = (h.unsqueeze(-1) * inside).mT @ inside + noise * torch.diag(1 / spread[varies].double())
         own = torch.linalg.solve(a, (inside.mT @ left.unsqueeze(-1)).squeeze(-1))
         return torch.zeros_like(w).index_copy(-1, varies, own)
@@ -376,12 +384,10 @@ def _by_cell(at: Layout, x: Tensor, on: Tensor, sums: Tensor, width: int) -> Ten
     return torch.cat([levels, added], -1).flatten(-2)
 
 
-def _moved(fed: Federation, s: State, at: Layout, common: Tensor, effect: Tensor, inside: Tensor) -> State:
-    """Return the state with these coefficients, effects of levels and variances between clients."""
+def _filled(fed: Federation, at: Layout, common: Tensor, effect: Tensor) -> Tensor:
+    """Return the model of common coefficients and effects of levels, [d]."""
     x = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, at.fixed, common)
-    x = x.index_copy(0, at.grouped, effect).to(fed.device, fed.dtype)
-    spread = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, at.fixed, inside).to(fed.device, fed.dtype)
-    return s.replace(x=x, centres=x[None], within=spread[None])
+    return x.index_copy(0, at.grouped, effect).to(fed.device, fed.dtype)
 
 
 def _ridge(fed: Federation, at: Layout, rows: Tensor) -> Tensor:

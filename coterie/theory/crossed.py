@@ -14,7 +14,7 @@ from coterie.theory.hierarchical import pseudo_solve
 from coterie.theory.mixed_likelihood import HIGHEST, LOWEST, lowest
 
 MOST_LEVELS = 8000  # of all factors together; the server factors a dense matrix of this size
-_INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
+INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
 _START = -1.0  # logarithm of variances in units of their scale, where a search begins
 
 
@@ -364,7 +364,7 @@ class Crossed:
         for at in range(1, len(point)):
             trial = point.clone()
             trial[at] = -torch.inf
-            if float(self.deviance(trial)) < best + _INDIFFERENT:
+            if float(self.deviance(trial)) < best + INDIFFERENT:
                 point = trial
         return point
 

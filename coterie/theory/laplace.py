@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_STEP = 2e-2  # of differences, in logarithms of variances
+_STEP, _WIDE = 2e-2, 0.1  # of first and second differences, in logarithms of variances
 _LOWEST, _HIGHEST = -12.0, 8.0
 
 
@@ -39,34 +39,41 @@ def minimum(function: Callable[[Tensor], float], start: Tensor) -> tuple[Tensor,
     """
     from scipy.optimize import minimize
 
-    def value(point: Any) -> float:
-        return function(torch.tensor(point, dtype=torch.float64))
-
-    def slope(point: Any) -> Any:
-        return _slope(function, torch.tensor(point, dtype=torch.float64)).numpy()
+    def both(point: Any) -> tuple[float, Any]:
+        here = torch.tensor(point, dtype=torch.float64)
+        slope = [
+            (function(here + move) - function(here - move)) / (2 * _STEP)
+            for move in _STEP * torch.eye(len(here), dtype=torch.float64)
+        ]
+        return function(here), torch.tensor(slope).numpy()
 
     found = minimize(
-        value,
+        both,
         start.numpy(),
-        jac=slope,
+        jac=True,
         method="L-BFGS-B",
         bounds=[(_LOWEST, _HIGHEST)] * len(start),
-        options={"ftol": 1e-9, "gtol": 1e-3},
+        options={"ftol": 1e-7, "gtol": 1e-2},
     )
-    best = torch.tensor(found.x, dtype=torch.float64)
-    return best, float(found.fun), _information(function, best)
+    point, value = torch.tensor(found.x, dtype=torch.float64), float(found.fun)
+    slope, bent = _quadratic(function, point, value)
+    inside = ((point > _LOWEST + 1) & (bent.diagonal() > 1e-6)).nonzero().squeeze(-1)
+    move = torch.linalg.lstsq(bent[inside[:, None], inside], -slope[inside].unsqueeze(-1)).solution.squeeze(-1)
+    there = point.index_add(0, inside, move.clamp(-0.5, 0.5))
+    lower = function(there)
+    kept = torch.zeros_like(bent)
+    kept[inside[:, None], inside] = 0.5 * bent[inside[:, None], inside]
+    return (there, lower, kept) if lower < value else (point, value, kept)
 
 
-def _slope(function: Callable[[Tensor], float], point: Tensor) -> Tensor:
-    """Return central differences."""
-    moves = _STEP * torch.eye(len(point), dtype=torch.float64)
-    return torch.tensor(
-        [(function(point + move) - function(point - move)) / (2 * _STEP) for move in moves], dtype=torch.float64
-    )
-
-
-def _information(function: Callable[[Tensor], float], point: Tensor) -> Tensor:
-    """Return half the second derivative by differences."""
-    moves = 0.1 * torch.eye(len(point), dtype=torch.float64)
-    rows = [(_slope(function, point + move) - _slope(function, point - move)) / 0.2 for move in moves]
-    return 0.25 * (torch.stack(rows) + torch.stack(rows).mT)
+def _quadratic(function: Callable[[Tensor], float], point: Tensor, value: float) -> tuple[Tensor, Tensor]:
+    """Return first and second derivatives by differences."""
+    count, moves = len(point), _WIDE * torch.eye(len(point), dtype=torch.float64)
+    up, down = ([function(point + sign * move) for move in moves] for sign in (1.0, -1.0))
+    slope = torch.tensor([(a - b) / (2 * _WIDE) for a, b in zip(up, down, strict=True)], dtype=torch.float64)
+    bent = torch.diag(torch.tensor([(a + b - 2 * value) / _WIDE**2 for a, b in zip(up, down, strict=True)]).double())
+    for i in range(count):
+        for j in range(i):
+            corner = function(point + moves[i] + moves[j])
+            bent[i, j] = bent[j, i] = (corner - up[i] - up[j] + value) / _WIDE**2
+    return slope, bent

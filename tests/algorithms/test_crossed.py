@@ -1,0 +1,138 @@
+"""Hierarchical models of tables with several grouping columns: exactness, runtimes, what users do with a run."""
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.special import expit
+
+import coterie
+from coterie import Federation, fit, models
+from coterie._core.errors import DataError, SettingError
+from coterie.algorithms import make
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def table(seed=0, kind="linear", students=24, lecturers=9, rows=12):
+    """Ratings: students (clients, in schools) rate lecturers, with one feature."""
+    rng = np.random.default_rng(seed)
+    n = students * rows
+    student, lecturer = np.repeat(np.arange(students), rows), rng.integers(0, lecturers, n)
+    x = rng.normal(size=n)
+    z = 0.4 + 0.7 * x + 0.8 * rng.normal(size=students)[student] + 0.8 * rng.normal(size=lecturers)[lecturer]
+    z += np.array([-1.5, 0.5, 1.5, -0.5])[student % 4]
+    y = {
+        "linear": lambda: z + 0.6 * rng.normal(size=n),
+        "logistic": lambda: np.where(rng.uniform(size=n) < expit(z), "yes", "no"),
+        "poisson": lambda: rng.poisson(np.exp(0.5 * z)),
+    }[kind]()
+    return pl.DataFrame(
+        {
+            "student": [f"s{k:02d}" for k in student],
+            "lecturer": lecturer,
+            "school": [f"school {k % 4}" for k in student],
+            "x": x,
+            "y": y,
+        }
+    )
+
+
+def federation(frame, cluster=("lecturer", "school"), kind="linear", **options):
+    model = getattr(models, kind)(intercept=True)
+    options = {"split": (1.0, 0.0, 0.0), "model": model} | options
+    return Federation.from_table(frame, "student", "y", cluster=list(cluster), **options)
+
+
+def parts(fed, run):
+    """Rows, targets, owners, and indicators of the levels of both factors, as the clients hold them."""
+    rows = fed.runtime.rows("train")
+    owner = torch.arange(fed.n).repeat_interleave(rows.size).numpy()
+    names = fed.table.preprocessor.feature_names
+    x = rows.x.numpy()
+    pick = {key: [k for k, name in enumerate(names) if name.startswith(f"{key}=")] for key in ("lecturer", "school")}
+    fixed = [names.index("x"), len(names)]
+    return x[:, fixed], rows.y.numpy(), owner, x[:, pick["lecturer"]], x[:, pick["school"]], fixed, pick
+
+
+def test_least_squares_is_the_dense_mixed_model():
+    """Variances where the likelihood of the dense covariance matrix is flat; models are its predictions."""
+    fed = federation(table())
+    run = fit(fed, make("hierarchical", effects="intercept"), rounds=2)
+    assert run.state.done
+    x, y, owner, one, other, fixed, pick = parts(fed, run)
+    same = owner[:, None] == owner[None]
+    blocks = [np.eye(len(y)), same, one @ one.T, other @ other.T]
+
+    def deviance(logs):
+        v = sum(np.exp(log) * block for log, block in zip(logs, blocks, strict=True))
+        solved = np.linalg.solve(v, np.column_stack([x, y]))
+        beta = np.linalg.solve(x.T @ solved[:, :2], x.T @ solved[:, 2])
+        left = y - x @ beta
+        return np.linalg.slogdet(v)[1] + left @ np.linalg.solve(v, left), beta, np.linalg.solve(v, left)
+
+    values = run.state.variances.numpy()
+    logs = np.log(values)
+    slope = np.array(
+        [(deviance(logs + 1e-4 * e)[0] - deviance(logs - 1e-4 * e)[0]) / 2e-4 for e in np.eye(4)]
+    )
+    off = np.linalg.solve(2 * run.state.information.numpy(), slope)
+    spread = np.sqrt(np.diag(np.linalg.inv(run.state.information.numpy())))
+    assert np.abs(off / spread).max() < 1e-4  # standard deviations from the maximum
+    _, beta, left = deviance(logs)
+    personal = run.personal.numpy()
+    assert np.abs(personal[:, fixed[0]] - beta[0]).max() < 1e-6
+    own = np.array([values[1] * left[owner == k].sum() for k in range(fed.n)])
+    assert np.abs(personal[:, fixed[1]] - beta[1] - own).max() < 1e-5
+    assert np.abs(personal[:, pick["lecturer"]] - values[2] * one.T @ left).max() < 1e-5
+    assert np.abs(personal[:, pick["school"]] - values[3] * other.T @ left).max() < 1e-5
+
+
+def dense_laplace(x, y, owner, one, other, values, start, poisson):
+    """-2 log likelihood by Laplace's approximation with all effects in one dense Newton iteration, and the mode."""
+    clients = (owner[:, None] == np.arange(owner.max() + 1)).astype(float)
+    w = np.column_stack([x, clients, one, other])
+    sizes = [clients.shape[1], one.shape[1], other.shape[1]]
+    precision = np.concatenate([[0, 0], np.repeat(1 / np.asarray(values), sizes)])
+    t = start.copy()
+    for _ in range(60):
+        eta = w @ t
+        mean = np.exp(eta) if poisson else expit(eta)
+        h = mean if poisson else mean * (1 - mean)
+        bent = w.T @ (h[:, None] * w) + np.diag(precision)
+        step = np.linalg.solve(bent, w.T @ (y - mean) - precision * t)
+        t = t + step * min(1.0, 2.0 / np.abs(step).max())
+    eta = w @ t
+    loss = (np.exp(eta) - y * eta) if poisson else np.logaddexp(0, eta) - y * eta
+    inner = bent[2:, 2:] / precision[2:]
+    return 2 * loss.sum() + precision @ t**2 + np.linalg.slogdet(inner)[1], t
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+def test_classes_and_counts_are_those_of_a_dense_laplace_approximation(kind):
+    fed = federation(table(2, kind, students=14, lecturers=8), kind=kind)
+    run = fit(fed, make("hierarchical", effects="intercept"), rounds=2)
+    assert run.state.done
+    x, y, owner, one, other, fixed, pick = parts(fed, run)
+    start = np.zeros(2 + fed.n + one.shape[1] + other.shape[1])
+
+    def deviance(logs):
+        return dense_laplace(x, y, owner, one, other, np.exp(logs), start, kind == "poisson")
+
+    values = run.state.variances.numpy()[1:]
+    height, mode = deviance(np.log(values))
+    constant = 2 * float(torch.lgamma(torch.from_numpy(y) + 1).sum()) if kind == "poisson" else 0.0
+    assert run.state.deviance == pytest.approx(height + constant, abs=1e-4)
+    assert np.abs(run.personal[0, fixed].numpy() - mode[:2] - [0, mode[2]]).max() < 1e-4
+    assert np.abs(run.personal[0, pick["lecturer"]].numpy() - mode[2 + fed.n : 2 + fed.n + one.shape[1]]).max() < 1e-4
+    best = minimize(lambda logs: deviance(logs)[0], np.log(values), method="Nelder-Mead", options={"fatol": 1e-6})
+    spread = np.sqrt(np.diag(np.linalg.inv(run.state.information.numpy())))
+    assert (np.abs(best.x - np.log(values)) / spread).max() < 5e-3
+    assert deviance(np.log(values))[0] < best.fun + 1e-4
