@@ -32,6 +32,7 @@ from coterie.cli.arguments import (
     privacy_of,
     require_place,
     write_json,
+    known_and_groups,
 )
 from coterie.cli.models import report_beside
 from coterie.data.federated import Roles
@@ -94,7 +95,8 @@ def init(
     for text in node or ():
         name, _, clients = text.partition("=")
         nodes[name] = [part for part in clients.split(",") if part]
-    roles = Roles(client, target, cluster, task, tuple(drop or ()), tuple(keep or ()))
+    known, groups = known_and_groups(cluster)
+    roles = Roles(client, target, known, task, tuple(drop or ()), tuple(keep or ()), groups)
     made = federation_folder.init(folder, nodes, roles, host or (), port)
     console.show(f"{made.path}: {len(made.nodes)} nodes. {made.path / 'README.md'} says what to copy where.")
 

@@ -11,6 +11,14 @@ import coterie
 from coterie import Federation, fit, models
 from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import make
+from coterie.data.federated import Roles
+from coterie.deploy.federation_plan import RunRequest, connect, survey
+from coterie.deploy.in_process import InProcessTransport
+from coterie.deploy.loopback import LoopbackRuntime
+from coterie.deploy.node_service import NodeService
+from coterie.deploy.transport import NodeCaller
+from coterie.models.description import description
+from coterie.train.adapt import adapt
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +144,64 @@ def test_classes_and_counts_are_those_of_a_dense_laplace_approximation(kind):
     spread = np.sqrt(np.diag(np.linalg.inv(run.state.information.numpy())))
     assert (np.abs(best.x - np.log(values)) / spread).max() < 5e-3
     assert deviance(np.log(values))[0] < best.fun + 1e-4
+
+
+@pytest.mark.parametrize("kind", ["linear", "logistic"])
+def test_every_runtime_gives_the_same(kind, tmp_path):
+    """One client at a time, three nodes that exchange bytes, and three nodes with tables of their own."""
+    frame, groups = table(3, kind, students=8, lecturers=3, rows=10), ("lecturer", "school")
+    if kind == "logistic":  # hundreds of messages
+        frame, groups = frame.drop("school"), ("lecturer",)
+    method = make("hierarchical", effects="intercept")
+    whole = fit(federation(frame, groups, kind), method, rounds=2)
+    if kind == "linear":
+        alone = fit(federation(frame, groups, loop=True), method, rounds=2)
+        assert (alone.personal - whole.personal).abs().max() < 1e-5
+    nodes = federation(frame, groups, kind)
+    nodes.runtime = LoopbackRuntime.of(nodes, 3)
+    apart = fit(nodes, method, rounds=2)
+    assert (apart.personal - whole.personal).abs().max() < 1e-5
+    assert apart.state.variances.allclose(whole.state.variances, rtol=1e-4)
+
+    names = sorted(frame["student"].unique())
+    services = {
+        f"node {k}": NodeService(frame.filter(pl.col("student").is_in(names[k::3])), tmp_path / str(k))
+        for k in range(3)
+    }
+    caller = NodeCaller(InProcessTransport(services))
+    roles = Roles("student", "y", groups=groups)
+    model = description(getattr(models, kind)(intercept=True))
+    request = RunRequest(roles, split=(1.0, 0.0, 0.0), model=model)
+    plan = survey(caller, {name: [] for name in services}, request, "conformance")
+    remote = connect(caller, plan, method)
+    assert remote.table.preprocessor.feature_names == whole.fed.table.preprocessor.feature_names
+    run = fit(remote, method, rounds=2)
+    assert (run.state.x - whole.state.x).abs().max() < 1e-5
+    kept = {name: service.runs["conformance"].models(run.deployed_round) for name, service in services.items()}
+    for name, ids in plan.nodes.items():
+        assert (kept[name] - whole.personal[ids]).abs().max() < 1e-5
+    assert {entry.phase for entry in run.fed.ledger.entries} >= {"cells", "adjust"}
+
+
+def test_predict_save_export_adapt(tmp_path):
+    """A new row of a known level gets the level's effect, one of an unknown level none, and files keep all of it."""
+    frame = table(4)
+    known = frame.filter(pl.col("student") != "s00")
+    run = fit(federation(known), make("hierarchical", effects="intercept"), rounds=2, out=tmp_path / "run")
+    some = known.head(3).with_columns(pl.lit(99).alias("lecturer"))
+    names = run.fed.table.preprocessor.feature_names
+    scale = run.fed.table.target_scale
+    gap = np.array(run.predict(known.head(3))["prediction"]) - np.array(run.predict(some)["prediction"])
+    effects = [scale * float(run.state.x[names.index(f"lecturer={level}")]) for level in known.head(3)["lecturer"]]
+    assert np.abs(gap - effects).max() < 1e-9 and np.abs(effects).min() > 0
+    loaded = coterie.load(tmp_path / "run")
+    assert torch.equal(loaded.personal, run.personal)
+    assert loaded.predict(known.head(5)).equals(run.predict(known.head(5)))
+    run.export("csv", run.fed.names[0], tmp_path / "one.csv")
+    assert "lecturer=3" in (tmp_path / "one.csv").read_text()
+    new = frame.filter(pl.col("student") == "s00")
+    adapted = adapt(tmp_path / "run", new).predictor
+    everybody = fit(federation(frame), make("hierarchical", effects="intercept"), rounds=2)
+    again = np.array(everybody.predict(new)["prediction"])
+    before, after = (np.array(one(new)["prediction"]) for one in (run.predict, adapted))
+    assert np.sqrt(np.mean((after - again) ** 2)) < 0.2 * np.sqrt(np.mean((before - again) ** 2)) + 0.02
