@@ -246,6 +246,35 @@ class CrossedEffects:
         return fed.map(self.greet, centre=s.x, spread=s.within[0], noise=s.noise).put(s.x.expand(fed.n, -1))
 
 
+    def variance_names(self, fed: Federation, s: State) -> list[str]:
+        """Return what each of the variances is: noise, clients (by group of coefficients), grouping columns."""
+        found, count = layout(fed), int(s.client_groups.max()) + 1
+        assert found is not None
+        clients = ["clients"] if count == 1 else [f"clients {k}" for k in range(count)]
+        return ["noise", *clients, *found.names]
+
+    def crossed_sds(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        """Return the standard deviations by name, in units of the target; of the noise for least squares only."""
+        if "client_groups" not in s:
+            return {}
+        scale = fed.table.target_scale if fed.table is not None else 1.0
+        pairs = list(zip(self.variance_names(fed, s), scale * s.variances.sqrt(), strict=True))
+        return {f"sd {name}": value for name, value in pairs[0 if fed.model.has_statistics else 1 :]}
+
+    def crossed_likelihood(self, fed: Federation, s: State) -> tuple[Crossed, Tensor, float]:
+        """Return the likelihood of least squares, its best point and the deviance there."""
+        at = layout(fed)
+        assert at is not None
+        if not fed.model.has_statistics:
+            raise SettingError(
+                "hierarchical: tests with several grouping columns are for least squares; run.variances() has "
+                "intervals for classes and counts"
+            )
+        sums = cell_sums(self._ask(fed, s, at), at)
+        model = Crossed(sums, s.client_groups, at.names, ridge=_ridge(fed, at, sums.rows))
+        return model, *model.fit(model.start(s.variances))
+
+
 class _ModeSearch:
     """Laplace's approximation at given variances, by Newton rounds of all clients."""
 

@@ -352,6 +352,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         return torch.cat([x, -objective(x) - 0.5 * volume.to(x.dtype)], -1)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        if layout(fed) is not None:
+            return self.crossed_sds(fed, s)
         trust = {"weight": s.trust.squeeze(-1)} if "trust" in s else {}
         return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between, **trust}
 

@@ -19,7 +19,7 @@ from coterie.data.client_sums import ClientSums
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.column_readings import ColumnReading
 from coterie.data.column_readings import read as read_columns
-from coterie.data.statistics import Levels, Moments, Statistics
+from coterie.data.statistics import Levels, Moments, Statistics, most_levels
 from coterie.data.table_spec import TableSpec, spec_of
 from coterie.data.target_task import MOST_LEVELS
 
@@ -349,7 +349,7 @@ def statistics_from_json(stored: Mapping[str, Any], spec: TableSpec) -> Statisti
     try:
         return Statistics(
             {name: _moments(stored["numeric"][name]) for name in spec.numeric},
-            {name: _levels(stored["categories"][name]) for name in spec.categories},
+            {name: _levels(stored["categories"][name], most_levels(spec, name)) for name in spec.categories},
             _moments(stored["target"]),
             ClientSums.from_json(stored["clients"], len(spec.numeric) + 1),
         )
@@ -362,9 +362,9 @@ def _moments(stored: Any) -> Moments:
     return Moments(int(count), float(mean), float(squares), int(missing))
 
 
-def _levels(stored: Any) -> Levels:
+def _levels(stored: Any, most: int) -> Levels:
     levels, missing = stored
-    if len(levels) > MOST_LEVELS:
+    if len(levels) > most:
         raise ValueError("too many levels")
     counts = {level: (rows, clients) for level, rows, clients in levels}
     numbers = [number for pair in counts.values() for number in pair]

@@ -10,6 +10,7 @@ from coterie.data import column_types as columns
 if TYPE_CHECKING:
     import polars
 
+MOST_GROUPS = 10_000  # levels of a grouping column that are counted, the most frequent ones
 PAIR = ":"  # between the columns whose values together are one level, as in lme4
 
 
