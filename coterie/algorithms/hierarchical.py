@@ -11,7 +11,8 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.base import Reveals, setting
-from coterie.algorithms.crossed_effects import CrossedEffects, layout
+from coterie.algorithms.crossed_cells import layout
+from coterie.algorithms.crossed_effects import CrossedEffects
 from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects

@@ -29,10 +29,10 @@ from coterie.cli.arguments import (
     TaskOption,
     UnitOption,
     assignments,
+    known_and_groups,
     privacy_of,
     require_place,
     write_json,
-    known_and_groups,
 )
 from coterie.cli.models import report_beside
 from coterie.data.federated import Roles

@@ -10,7 +10,14 @@ import typer
 
 from coterie._core.printable import printable
 from coterie.cli import console
-from coterie.cli.arguments import ClientOption, ClusterOption, DropOption, TargetOption, TaskOption, known_and_groups
+from coterie.cli.arguments import (
+    ClientOption,
+    ClusterOption,
+    DropOption,
+    TargetOption,
+    TaskOption,
+    known_and_groups,
+)
 from coterie.data import bundled, tables
 from coterie.data.federated import Roles
 from coterie.deploy import audit as logs

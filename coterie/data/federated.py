@@ -62,7 +62,9 @@ class Roles:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Roles:
         """Return the roles that `to_json` wrote."""
-        return cls(**{**stored, **{name: tuple(stored.get(name) or ()) for name in ("drop", "keep", "groups")}})
+        return cls(
+            **{**stored, **{name: tuple(stored.get(name) or ()) for name in ("drop", "keep", "groups")}}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the roles as JSON values; without grouping columns as before there were any."""

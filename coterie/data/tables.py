@@ -254,7 +254,11 @@ def all_facts(
 
 
 def _require_roles(
-    frame: polars.DataFrame, roles: Sequence[tuple[str, str]], drop: Sequence[str], keep: Sequence[str], source: str
+    frame: polars.DataFrame,
+    roles: Sequence[tuple[str, str]],
+    drop: Sequence[str],
+    keep: Sequence[str],
+    source: str,
 ) -> None:
     """Check that the named columns exist, differ from each other, and have a value in every row."""
     others = [*(("dropped", name) for name in drop), *(("kept", name) for name in keep)]

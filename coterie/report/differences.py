@@ -60,7 +60,10 @@ def _spread_panel(run: RunFacts) -> Panel | None:
         [_bars(names, values)],
         _bar_layout("standard deviation", len(names)),
         ("what", "standard deviation", "share of the variance"),
-        [[name, digits(float(v)), f"{100 * s:.1f} %"] for name, v, s in zip(names, values, share, strict=True)],
+        [
+            [name, digits(float(v)), f"{100 * s:.1f} %"]
+            for name, v, s in zip(names, values, share, strict=True)
+        ],
         140 + 24 * len(names),
     )
 

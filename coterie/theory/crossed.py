@@ -253,12 +253,13 @@ class Crossed:
     def at(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the noise [], the variances of coefficients between clients [p], and of levels [L]."""
         clients = self.client_variances
-        inside = torch.where(self.groups >= 0, values[1 : 1 + clients][self.groups.clamp(min=0)], 0.0) if clients else torch.zeros(len(self.groups), dtype=torch.float64)
+        own = torch.cat([values[1 : 1 + clients], torch.zeros(1, dtype=torch.float64)])
+        inside = own[torch.where(self.groups >= 0, self.groups, clients)]
         sizes = torch.tensor(self.sums.sizes)
         return values[0], inside, values[1 + clients :].repeat_interleave(sizes)
 
     def eliminated(self, root: Tensor) -> Eliminated:
-        """Return the sums without the clients' effects, whose standard deviations over that of the noise are given, [p]."""
+        """Return the sums without the clients' effects, given their standard deviations over that of the noise, [p]."""
         sums, varies = self.sums, self.groups >= 0
         xx, xy = sums.xx.sum(0), sums.xy.sum(0)
         if self.ridge is not None:
@@ -285,13 +286,17 @@ class Crossed:
         zx = zx - torch.zeros_like(zx).index_add(0, level, (hx[client] * hz.unsqueeze(-1)).sum(1))
         zy = zy - torch.zeros_like(zy).index_add(0, level, (hy[client] * hz).sum(1))
         if sums.pairs is None:
-            dense = zz.new_zeros(len(sums.rows) * len(zz), len(root)).index_add(0, client * len(zz) + level, hz)
+            dense = zz.new_zeros(len(sums.rows) * len(zz), len(root)).index_add(
+                0, client * len(zz) + level, hz
+            )
             dense = dense.view(len(sums.rows), len(zz), -1).mT.flatten(0, 1)
             zz = zz - dense.mT @ dense
         else:
             one, other = sums.pairs
             products = (hz[one] * hz[other]).sum(1)
-            zz = zz - zz.new_zeros(zz.numel()).index_add(0, level[one] * len(zz) + level[other], products).view_as(zz)
+            zz = zz - zz.new_zeros(zz.numel()).index_add(
+                0, level[one] * len(zz) + level[other], products
+            ).view_as(zz)
         return Eliminated(zz, zx, zy, xx, xy, yy, volume)
 
     def deviance(self, point: Tensor) -> Tensor:
@@ -300,7 +305,7 @@ class Crossed:
         noise, inside, levels = self.at(values)
         count = self.sums.rows.sum()
         left = self.eliminated(_root(inside, noise))
-        factor, zx, zy, size = _levels_eliminated(left, _root(levels, noise))
+        _, zx, zy, size = _levels_eliminated(left, _root(levels, noise))
         xx, xy = left.xx - zx.mT @ zx, left.xy - zx.mT @ zy
         common = pseudo_solve(xx.detach(), xy.detach())
         rest = left.yy - zy @ zy - 2 * xy @ common + common @ xx @ common
@@ -312,7 +317,7 @@ class Crossed:
         return total
 
     def effects(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the common coefficients [p], the effects of the levels [L], and both volumes' sum at some variances."""
+        """Return common coefficients [p], effects of the levels [L], and the sum of the volumes at some variances."""
         noise, inside, levels = self.at(values)
         left, root = self.eliminated(_root(inside, noise)), _root(levels, noise)
         factor, zx, zy, size = _levels_eliminated(left, root)
@@ -344,7 +349,9 @@ class Crossed:
             found[k] = (self.slope(point + move) - self.slope(point - move)) / (4 * step)
         found = 0.5 * (found + found.mT)
         kept = torch.zeros_like(found)
-        kept[torch.tensor(free)[:, None], torch.tensor(free)] = found[torch.tensor(free)[:, None], torch.tensor(free)]
+        kept[torch.tensor(free)[:, None], torch.tensor(free)] = found[
+            torch.tensor(free)[:, None], torch.tensor(free)
+        ]
         return kept
 
     def _free(self, point: Tensor) -> list[int]:

@@ -58,7 +58,9 @@ def minimum(function: Callable[[Tensor], float], start: Tensor) -> tuple[Tensor,
     point, value = torch.tensor(found.x, dtype=torch.float64), float(found.fun)
     slope, bent = _quadratic(function, point, value)
     inside = ((point > _LOWEST + 1) & (bent.diagonal() > 1e-6)).nonzero().squeeze(-1)
-    move = torch.linalg.lstsq(bent[inside[:, None], inside], -slope[inside].unsqueeze(-1)).solution.squeeze(-1)
+    move = torch.linalg.lstsq(bent[inside[:, None], inside], -slope[inside].unsqueeze(-1)).solution.squeeze(
+        -1
+    )
     there = point.index_add(0, inside, move.clamp(-0.5, 0.5))
     lower = function(there)
     kept = torch.zeros_like(bent)
@@ -71,7 +73,9 @@ def _quadratic(function: Callable[[Tensor], float], point: Tensor, value: float)
     count, moves = len(point), _WIDE * torch.eye(len(point), dtype=torch.float64)
     up, down = ([function(point + sign * move) for move in moves] for sign in (1.0, -1.0))
     slope = torch.tensor([(a - b) / (2 * _WIDE) for a, b in zip(up, down, strict=True)], dtype=torch.float64)
-    bent = torch.diag(torch.tensor([(a + b - 2 * value) / _WIDE**2 for a, b in zip(up, down, strict=True)]).double())
+    bent = torch.diag(
+        torch.tensor([(a + b - 2 * value) / _WIDE**2 for a, b in zip(up, down, strict=True)]).double()
+    )
     for i in range(count):
         for j in range(i):
             corner = function(point + moves[i] + moves[j])

@@ -189,7 +189,7 @@ def lowest(
     steps: int = 15000,
     tolerance: float = 1e-13,
 ) -> tuple[Tensor, float]:
-    """Return the point with the smallest deviance, and that, by L-BFGS-B; some numbers may be kept as they are given."""
+    """Return the point with the smallest deviance, and that, by L-BFGS-B; some numbers may be kept as given."""
     from scipy.optimize import minimize
 
     fixed = fixed or {}

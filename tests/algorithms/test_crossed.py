@@ -9,8 +9,9 @@ from scipy.special import expit
 
 import coterie
 from coterie import Federation, fit, models
-from coterie._core.errors import DataError, SettingError
+from coterie._core.errors import SettingError
 from coterie.algorithms import make
+from coterie.algorithms.crossed_cells import layout
 from coterie.data.federated import Roles
 from coterie.deploy.federation_plan import RunRequest, connect, survey
 from coterie.deploy.in_process import InProcessTransport
@@ -65,7 +66,10 @@ def parts(fed, run):
     owner = torch.arange(fed.n).repeat_interleave(rows.size).numpy()
     names = fed.table.preprocessor.feature_names
     x = rows.x.numpy()
-    pick = {key: [k for k, name in enumerate(names) if name.startswith(f"{key}=")] for key in ("lecturer", "school")}
+    pick = {
+        key: [k for k, name in enumerate(names) if name.startswith(f"{key}=")]
+        for key in ("lecturer", "school")
+    }
     fixed = [names.index("x"), len(names)]
     return x[:, fixed], rows.y.numpy(), owner, x[:, pick["lecturer"]], x[:, pick["school"]], fixed, pick
 
@@ -139,8 +143,13 @@ def test_classes_and_counts_are_those_of_a_dense_laplace_approximation(kind):
     constant = 2 * float(torch.lgamma(torch.from_numpy(y) + 1).sum()) if kind == "poisson" else 0.0
     assert run.state.deviance == pytest.approx(height + constant, abs=1e-4)
     assert np.abs(run.personal[0, fixed].numpy() - mode[:2] - [0, mode[2]]).max() < 1e-4
-    assert np.abs(run.personal[0, pick["lecturer"]].numpy() - mode[2 + fed.n : 2 + fed.n + one.shape[1]]).max() < 1e-4
-    best = minimize(lambda logs: deviance(logs)[0], np.log(values), method="Nelder-Mead", options={"fatol": 1e-6})
+    assert (
+        np.abs(run.personal[0, pick["lecturer"]].numpy() - mode[2 + fed.n : 2 + fed.n + one.shape[1]]).max()
+        < 1e-4
+    )
+    best = minimize(
+        lambda logs: deviance(logs)[0], np.log(values), method="Nelder-Mead", options={"fatol": 1e-6}
+    )
     spread = np.sqrt(np.diag(np.linalg.inv(run.state.information.numpy())))
     assert (np.abs(best.x - np.log(values)) / spread).max() < 5e-3
     assert deviance(np.log(values))[0] < best.fun + 1e-4
@@ -177,7 +186,9 @@ def test_every_runtime_gives_the_same(kind, tmp_path):
     assert remote.table.preprocessor.feature_names == whole.fed.table.preprocessor.feature_names
     run = fit(remote, method, rounds=2)
     assert (run.state.x - whole.state.x).abs().max() < 1e-5
-    kept = {name: service.runs["conformance"].models(run.deployed_round) for name, service in services.items()}
+    kept = {
+        name: service.runs["conformance"].models(run.deployed_round) for name, service in services.items()
+    }
     for name, ids in plan.nodes.items():
         assert (kept[name] - whole.personal[ids]).abs().max() < 1e-5
     assert {entry.phase for entry in run.fed.ledger.entries} >= {"cells", "adjust"}
@@ -192,7 +203,9 @@ def test_predict_save_export_adapt(tmp_path):
     names = run.fed.table.preprocessor.feature_names
     scale = run.fed.table.target_scale
     gap = np.array(run.predict(known.head(3))["prediction"]) - np.array(run.predict(some)["prediction"])
-    effects = [scale * float(run.state.x[names.index(f"lecturer={level}")]) for level in known.head(3)["lecturer"]]
+    effects = [
+        scale * float(run.state.x[names.index(f"lecturer={level}")]) for level in known.head(3)["lecturer"]
+    ]
     assert np.abs(gap - effects).max() < 1e-9 and np.abs(effects).min() > 0
     loaded = coterie.load(tmp_path / "run")
     assert torch.equal(loaded.personal, run.personal)
@@ -205,3 +218,115 @@ def test_predict_save_export_adapt(tmp_path):
     again = np.array(everybody.predict(new)["prediction"])
     before, after = (np.array(one(new)["prediction"]) for one in (run.predict, adapted))
     assert np.sqrt(np.mean((after - again) ** 2)) < 0.2 * np.sqrt(np.mean((before - again) ** 2)) + 0.02
+
+
+def test_adapted_models_are_conditional_means_given_the_levels(tmp_path):
+    """A newcomer's intercept is its shrunken mean residual, by hand."""
+    frame = table(4)
+    run = fit(
+        federation(frame.filter(pl.col("student") != "s00")),
+        make("hierarchical", effects="intercept"),
+        rounds=2,
+        out=tmp_path / "run",
+    )
+    new = frame.filter(pl.col("student") == "s00")
+    found = adapt(tmp_path / "run", new)
+    encoding = run.fed.table.preprocessor
+    x = torch.cat([encoding.encode(new), torch.ones(len(new), 1)], 1).double()
+    left = encoding.encode_target(new) - x @ run.state.x
+    noise, clients = run.state.variances[:2]
+    expected = run.state.x[-1] + left.sum() / (len(new) + noise / clients)
+    assert float(found.models[0, -1]) == pytest.approx(float(expected), abs=1e-6)
+    assert (found.models[0, :-1] - run.state.x[:-1]).abs().max() < 1e-9
+
+
+def test_labels_that_repeat_are_paired():
+    """Class 1 of school a is not class 1 of school b: `school:class`, whose parts are no features."""
+    rng = np.random.default_rng(2)
+    school, room = rng.integers(0, 5, 400), rng.integers(0, 3, 400)
+    effect = rng.normal(size=(5, 3))
+    frame = pl.DataFrame(
+        {
+            "student": [f"s{k % 40}" for k in range(400)],
+            "school": school,
+            "class": room,
+            "x": rng.normal(size=400),
+            "y": effect[school, room] + 0.3 * rng.normal(size=400),
+        }
+    )
+    run = fit(
+        federation(frame, ["school", "school:class"]), make("hierarchical", effects="intercept"), rounds=1
+    )
+    names = run.fed.table.preprocessor.feature_names
+    assert "school:class=3:2" in names and "class" not in names
+    assert layout(run.fed).sizes == (5, 15)
+    values = dict(zip(["noise", "clients", "school", "pair"], run.state.variances.tolist(), strict=True))
+    assert values["pair"] > 5 * values["noise"]
+    assert np.abs(np.array(run.predict(frame)["prediction"]) - effect[school, room]).mean() < 0.15
+
+
+def test_other_methods_take_the_finest_column_that_contains_clients():
+    """And the grouping columns are categories to them."""
+    fed = federation(table(7), ["lecturer", "school"])
+    assert fed.cluster_names == [f"school {k}" for k in range(4)]
+    run = fit(fed, make("oracle", steps=2), rounds=2)
+    assert run.personal.shape == (24, 1 + 9 + 4 + 1)
+    alone = federation(table(7).drop("school"), ["lecturer"])
+    assert alone.clusters is None
+    with pytest.raises(SettingError, match="needs known clusters"):
+        fit(alone, make("oracle"), rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"covariance": "full"}, "covariance = 'full'"),
+        ({"noise": "client"}, "noise = 'client'"),
+        ({"tails": "t"}, "tails = 't'"),
+        ({"choose": "moments"}, "choose = 'moments'"),
+    ],
+)
+def test_what_is_not_offered_is_refused(settings, said):
+    with pytest.raises(SettingError, match=f"{said} is not offered with several grouping columns"):
+        fit(federation(table(8)), make("hierarchical", **settings), rounds=1)
+
+
+def test_softmax_is_refused():
+    frame = table(8).with_columns(pl.Series("y", ["a", "b", "c"] * 96))
+    with pytest.raises(SettingError, match="one score per row"):
+        fit(federation(frame, model=None), make("hierarchical"), rounds=1)
+
+
+def test_intervals_tests_and_what_is_recorded():
+    fed = federation(table(5, students=30, lecturers=12))
+    run = fit(fed, make("hierarchical", effects="intercept"), rounds=1)
+    found = run.variances(0.9)
+    assert found["variance"].to_list() == ["noise", "clients", "lecturer", "school"]
+    assert ((found["lower"] < found["estimate"]) & (found["estimate"] < found["upper"])).all()
+    chances = run.tests()
+    assert set(chances) == {"clients differ", "lecturer differs", "school differs"}
+    assert chances["lecturer differs"] < 1e-6 and 0 <= chances["school differs"] <= 1
+    recorded = run.algorithm.observe(run.fed, run.state)
+    scale = fed.table.target_scale
+    assert float(recorded["sd lecturer"]) == pytest.approx(scale * found["estimate"][2] ** 0.5)
+    with pytest.raises(SettingError, match="no intervals with several grouping columns"):
+        run.effects()
+
+
+def test_slopes_that_differ_between_clients():
+    """`slopes` and effects = "auto": the feature's coefficient differs where the rows say so."""
+    rng = np.random.default_rng(3)
+    frame = table(9, students=30)
+    slope = dict(zip(sorted(frame["student"].unique()), 0.4 * rng.normal(size=30), strict=True))
+    bent = frame.with_columns(y=pl.col("y") + pl.col("x") * pl.col("student").replace_strict(slope))
+    for settings in ({"slopes": "x"}, {}):
+        run = fit(federation(bent), make("hierarchical", **settings), rounds=1)
+        assert (
+            run.state.client_groups.tolist() == [1, 0]
+            if settings
+            else len(run.state.client_groups.unique()) == 2
+        )
+        own = run.personal[:, 0].numpy()
+        assert np.corrcoef(own, [slope[name] for name in run.fed.names])[0, 1] > 0.9
+    plain = fit(federation(frame), make("hierarchical"), rounds=1)
+    assert float(plain.personal[:, 0].std()) < 0.3 * float(run.personal[:, 0].std())
