@@ -248,7 +248,7 @@ class CrossedEffects:
 
 def _numbered(groups: Tensor) -> Tensor:
     """Return groups with the numbers 0, 1, ... without gaps, and -1 as it is."""
-    found = groups.unique(return_inverse=True)[1]
+    found: Tensor = groups.unique(return_inverse=True)[1]
     return found - int(bool((groups < 0).any()))
 
 

@@ -275,7 +275,8 @@ class Crossed:
         def halved(part: Tensor, owners: Tensor | None = None) -> Tensor:
             """Return R^-1 S^1/2 X'. for columns [., r, k]."""
             own = factor if owners is None else factor[owners]
-            return torch.linalg.solve_triangular(own, root.unsqueeze(-1) * part, upper=False)
+            found: Tensor = torch.linalg.solve_triangular(own, root.unsqueeze(-1) * part, upper=False)
+            return found
 
         client, level, touched = sums.touched
         hx = halved(sums.xx[:, varies])  # [n, r, p]
