@@ -129,6 +129,8 @@ class Preprocessor:
             If no feature varies, or a column holds numbers too large to square.
         """
         odd = odd_clients.find(statistics, spec)
+        if target_in_units:  # counts have no other units
+            odd = replace(odd, clients=[one for one in odd.clients if one.column != spec.target])
         scales = [scale_of(name, odd.moments(name, moments)) for name, moments in statistics.numeric.items()]
         clients = min(fewest[1], len(statistics.by_client.names))
         choices = [

@@ -56,7 +56,8 @@ def table(seed=0, kind="linear", students=24, lecturers=9, rows=12):
 
 def federation(frame, cluster=("lecturer", "school"), kind="linear", **options):
     model = getattr(models, kind)(intercept=True)
-    options = {"split": (1.0, 0.0, 0.0), "model": model} | options
+    task = "classification" if kind == "logistic" else "regression"
+    options = {"split": (1.0, 0.0, 0.0), "model": model, "task": task} | options
     return Federation.from_table(frame, "student", "y", cluster=list(cluster), **options)
 
 
@@ -294,7 +295,7 @@ def test_what_is_not_offered_is_refused(settings, said):
 def test_softmax_is_refused():
     frame = table(8).with_columns(pl.Series("y", ["a", "b", "c"] * 96))
     with pytest.raises(SettingError, match="one score per row"):
-        fit(federation(frame, model=None), make("hierarchical"), rounds=1)
+        fit(federation(frame, model=None, task=None), make("hierarchical"), rounds=1)
 
 
 def test_intervals_tests_and_what_is_recorded():
