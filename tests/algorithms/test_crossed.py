@@ -331,3 +331,39 @@ def test_slopes_that_differ_between_clients():
         assert np.corrcoef(own, [slope[name] for name in run.fed.names])[0, 1] > 0.9
     plain = fit(federation(frame), make("hierarchical"), rounds=1)
     assert float(plain.personal[:, 0].std()) < 0.3 * float(run.personal[:, 0].std())
+
+
+def test_commands_print_export_and_report_it(command, tmp_path):
+    """The command line from --cluster twice to an ONNX file, which predicts as `coterie predict` does."""
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    frame, file, folder = table(5, students=8, lecturers=4), tmp_path / "ratings.csv", tmp_path / "run"
+    frame.write_csv(file)
+    roles = ["--client", "student", "--target", "y", "--cluster", "lecturer", "--cluster", "school"]
+    done = command("fit", file, *roles, "--algorithm", "hierarchical", "--rounds", 2, "--out", folder)
+    told = " ".join(f"{done.out} {done.err}".split())
+    assert done.code == 0 and "sd lecturer" in told and "'lecturer' is crossed with clients: 8 of 8" in told
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Where outcomes differ" in page and "--cluster lecturer --cluster school" in page
+    model = tmp_path / "one.onnx"
+    assert command("export", folder, "--client", "s03", "--to", "onnx", "--out", model).code == 0
+    mine = frame.filter(pl.col("student") == "s03")
+    session = runtime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    feed = {
+        entry.name: mine[entry.name].cast(pl.Float64).to_numpy().reshape(-1, 1)
+        if entry.type == "tensor(double)"
+        else np.array(mine[entry.name].cast(pl.String).to_list(), dtype=object).reshape(-1, 1)
+        for entry in session.get_inputs()
+    }
+    assert set(feed) == {"x", "lecturer", "school"}
+    assert (
+        np.abs(session.run(["prediction"], feed)[0] - coterie.load(folder).predict(mine)["prediction"]).max()
+        < 1e-6
+    )
+
+
+def test_counts_of_a_table_are_predicted_as_counts():
+    """Many different counts are no classes, and are neither standardised nor converted to other units."""
+    frame = table(12, "poisson").with_columns(pl.col("y") * 3 + pl.col("y") // 2)
+    run = fit(federation(frame, ["lecturer"], "poisson"), make("hierarchical", effects="intercept"), rounds=1)
+    predicted = np.array(run.predict(frame)["prediction"])
+    assert predicted.min() > 0 and predicted.mean() == pytest.approx(frame["y"].mean(), rel=0.05)
