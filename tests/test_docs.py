@@ -82,6 +82,15 @@ def ratings() -> str:
     return "\n".join(lines) + "\n"
 
 
+def evaluations() -> str:
+    lines = ["student,lecturer,department,hours,rating"]
+    for k in range(240):
+        lecturer = (k * 5 + k // 12) % 8
+        rating = (k * 13) % 17 / 8 + lecturer % 3 + k % 12 / 6
+        lines.append(f"s{k % 12},l{lecturer},d{lecturer % 3},{(k * 7) % 11},{rating}")
+    return "\n".join(lines) + "\n"
+
+
 EXPERIMENT = """
 title = "Mine"
 source = "nobody (2026)"
@@ -138,6 +147,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "new_visits.csv": visits(("north clinic", "south", "va")),
         "new_clinic.csv": visits(("west",)),
         "ratings.csv": ratings(),
+        "evaluations.csv": evaluations(),
         "heart.csv": bundled.path("heart_disease").read_text(encoding="utf-8"),
         "my-experiment.toml": EXPERIMENT,
     }

@@ -50,7 +50,7 @@ def effect_groups(method: Choices, fed: Federation, sums: Sums, near: Components
     choice = method.choice(fed)
     if method.slopes:
         found = made("intercept")
-        for number, at in enumerate(_columns(method.slopes, fed), int(found.max()) + 1):
+        for number, at in enumerate(named_columns(method.slopes, fed), int(found.max()) + 1):
             found[at] = number
         return found.to(fed.device)
     if method.effects != "auto" or choice not in ("ml", "reml"):
@@ -62,7 +62,7 @@ def effect_groups(method: Choices, fed: Federation, sums: Sums, near: Components
     return choices[best_effects(sums, choices, noise=noise, restricted=choice == "reml", near=near)]
 
 
-def _columns(slopes: str, fed: Federation) -> list[int]:
+def named_columns(slopes: str, fed: Federation) -> list[int]:
     """Return the coefficients that `slopes` names, by their features' names or numbers."""
     names = [] if fed.table is None else list(fed.table.preprocessor.feature_names)
     found = []

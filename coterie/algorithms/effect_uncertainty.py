@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Effects]:
     """Return the ids of clients that answered, and their models with uncertainty."""
+    if "client_groups" in s:
+        raise SettingError(
+            "hierarchical: effects of clients have no intervals with several grouping columns; run.personal has the "
+            "estimates, run.variances() intervals of the variances"
+        )
     ids, sums = _sums(method, fed, s)
     found = Components(s.noise, s.within.double(), s.between.double())
     centre = s.centres.double()[sums.clusters]
@@ -47,8 +52,11 @@ def variances(
 ) -> dict[str, tuple[float, float, float]]:
     """Return estimate, lower and upper end of each variance by name.
 
-    By profile likelihood for least squares; for other losses from the second derivative in the logarithm.
+    By profile likelihood for least squares; for other losses, and with several grouping columns, from the second
+    derivative in the logarithm.
     """
+    if "client_groups" in s:
+        return _crossed_variances(method, fed, s, level)
     if "psi" in s:
         from scipy.stats import norm
 
@@ -74,7 +82,9 @@ def variances(
 
 
 def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
-    """Return p-values of likelihood-ratio tests whether clients and clusters differ."""
+    """Return p-values of likelihood-ratio tests whether clients and clusters, or levels of grouping columns, differ."""
+    if "client_groups" in s:
+        return _crossed_tests(method, fed, s)
     if "psi" not in s:
         _, sums = _sums(method, fed, s)
         return difference_tests(
@@ -96,6 +106,34 @@ def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
         null = null.replace(centres=null.centres + step.squeeze(-1).to(null.centres))
     fed.map(method.follow, each=method.sent(s, method.clusters(fed)), groups=s.groups, link=method.link)
     return {"clients differ": boundary_chance(2 * (s.height - max(value, before)), structure.p)}
+
+
+def _crossed_variances(
+    method: Hierarchical, fed: Federation, s: State, level: float
+) -> dict[str, tuple[float, float, float]]:
+    """Return `variances` with several grouping columns; a variance of zero has no upper end."""
+    from scipy.stats import norm
+
+    reach, first = float(norm.ppf(0.5 + level / 2)), 0 if fed.model.has_statistics else 1
+    names, values = method.variance_names(fed, s)[first:], s.variances[first:]
+    information = s.information if len(s.information) == len(values) else s.information[first:, first:]
+    known = (information.diagonal() > 0) & (values > 0)
+    doubt = torch.zeros_like(values)
+    doubt[known] = torch.linalg.pinv(information[known][:, known], hermitian=True).diagonal().clamp(min=0)
+    factor = (reach * doubt.sqrt()).exp()
+    lower, upper = values / factor, torch.where(known, values * factor, torch.inf)
+    rows = zip(values.tolist(), lower.tolist(), upper.tolist(), strict=True)
+    return dict(zip(names, rows, strict=True))
+
+
+def _crossed_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
+    """Return the p-values of "clients differ" and "COLUMN differs"."""
+    model, point, best = method.crossed_likelihood(fed, s)
+    clients, start = model.client_variances, point.clamp(min=-10.0)
+    parts = {"clients differ": list(range(1, 1 + clients))}
+    parts |= {f"{name} differs": [1 + clients + k] for k, name in enumerate(model.factors)}
+    without = {name: model.fit(start, dict.fromkeys(at, -torch.inf))[1] for name, at in parts.items()}
+    return {name: boundary_chance(without[name] - best, len(at)) for name, at in parts.items()}
 
 
 def _sums(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Sums]:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.base import Reveals, setting
+from coterie.algorithms.crossed_cells import layout
+from coterie.algorithms.crossed_effects import CrossedEffects
 from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
@@ -36,7 +38,7 @@ PAIRS = list(product(GAMMAS, LAMBDAS))
 
 
 @dataclass(frozen=True)
-class Hierarchical(MarginalEffects, Finder):
+class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     """Client, cluster and common parameters of a hierarchical model (Lyu, Hanzely, Kolar 2022, section 5).
 
     min sum_i [n_i f_i(t_i)/sigma^2 + gamma/2 |t_i - w_j|^2] + sum_j lambda/2 |w_j - w|^2
@@ -108,10 +110,16 @@ class Hierarchical(MarginalEffects, Finder):
         "contribute": "gradient",
         "follow": "nothing",
         "join": "personal",
+        "cells": "values",
+        "adjust": "nothing",
+        "retreat": "nothing",
+        "greet": "personal",
     }
-    optional: ClassVar[frozenset[str]] = Finder.optional | {"join"}
+    optional: ClassVar[frozenset[str]] = Finder.optional | {"join", "cells", "adjust", "retreat", "greet"}
 
     def start(self, fed: Federation) -> State:
+        if layout(fed) is not None:
+            return self.crossed_start(fed)
         found = self.use_found(fed) if self.grouping == "found" else {}
         k, choice = self.count(fed), self.choice(fed)
         if choice == "validation" and not fed.has_rows("validation"):
@@ -132,6 +140,8 @@ class Hierarchical(MarginalEffects, Finder):
     def round(self, fed: Federation, s: State, t: int) -> State:
         if s.done:
             return s
+        if layout(fed) is not None:
+            return self.crossed_round(fed, s)
         if "psi" in s:
             return self.marginal_round(fed, s, self.clusters(fed), self.choice(fed) == "reml")
         return self.newton_round(fed, s, t) if self.newton(fed) else self.gradient_round(fed, s)
@@ -305,6 +315,8 @@ class Hierarchical(MarginalEffects, Finder):
         centre with precision Q = lift(certainty of w_j, s_j^2). It joins the cluster under which its rows are most
         likely. None with the gradient solver, which estimates no variances.
         """
+        if "client_groups" in s:
+            return self.crossed_adapt(fed, s)
         if "certainty" not in s or not self.newton(fed):
             return None
         fed, (k, d), found = fed.fresh(), s.centres.shape, []
@@ -341,6 +353,8 @@ class Hierarchical(MarginalEffects, Finder):
         return torch.cat([x, -objective(x) - 0.5 * volume.to(x.dtype)], -1)
 
     def observe(self, fed: Federation, s: State) -> dict[str, Tensor]:
+        if layout(fed) is not None:
+            return self.crossed_sds(fed, s)
         trust = {"weight": s.trust.squeeze(-1)} if "trust" in s else {}
         return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between, **trust}
 

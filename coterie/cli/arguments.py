@@ -24,7 +24,11 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run folder wri
 ClientOption = Annotated[str, typer.Option(metavar="COLUMN", help="column with the client of each row")]
 TargetOption = Annotated[str, typer.Option(metavar="COLUMN", help="column to predict")]
 ClusterOption = Annotated[
-    str | None, typer.Option(metavar="COLUMN", help="column with the known cluster of the client")
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="column with the known cluster of the client; several are grouping columns of rows, and A:B pairs two",
+    ),
 ]
 TaskOption = Annotated[
     str | None,
@@ -114,6 +118,17 @@ UnitOption = Annotated[
     typer.Option(metavar="WHAT", help="what --epsilon protects: a 'client' with all its rows, or a 'row'"),
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
+
+
+def known_and_groups(given: list[str] | None) -> tuple[str | None, tuple[str, ...]]:
+    """Return the column of known clusters, if one was named with --cluster, or several grouping columns."""
+    names = tuple(given or ())
+    return (names[0], ()) if len(names) == 1 else (None, names)
+
+
+def grouping_columns(given: list[str] | None) -> str | list[str] | None:
+    """Return the columns that were named with --cluster, a single one by itself."""
+    return given[0] if given and len(given) == 1 else given or None
 
 
 def privacy_of(epsilon: float | None, delta: float, unit: str) -> Privacy | None:

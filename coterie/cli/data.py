@@ -15,6 +15,7 @@ from coterie.cli.arguments import (
     TargetOption,
     TaskOption,
     find_table,
+    grouping_columns,
     require_place,
     write_json,
 )
@@ -53,7 +54,7 @@ def describe(
         frame,
         client,
         target,
-        cluster=cluster,
+        cluster=grouping_columns(cluster),
         drop=drop or (),
         keep=keep or (),
         task=task,

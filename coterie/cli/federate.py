@@ -29,6 +29,7 @@ from coterie.cli.arguments import (
     TaskOption,
     UnitOption,
     assignments,
+    known_and_groups,
     privacy_of,
     require_place,
     write_json,
@@ -94,7 +95,8 @@ def init(
     for text in node or ():
         name, _, clients = text.partition("=")
         nodes[name] = [part for part in clients.split(",") if part]
-    roles = Roles(client, target, cluster, task, tuple(drop or ()), tuple(keep or ()))
+    known, groups = known_and_groups(cluster)
+    roles = Roles(client, target, known, task, tuple(drop or ()), tuple(keep or ()), groups)
     made = federation_folder.init(folder, nodes, roles, host or (), port)
     console.show(f"{made.path}: {len(made.nodes)} nodes. {made.path / 'README.md'} says what to copy where.")
 

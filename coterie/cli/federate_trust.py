@@ -10,7 +10,14 @@ import typer
 
 from coterie._core.printable import printable
 from coterie.cli import console
-from coterie.cli.arguments import ClientOption, ClusterOption, DropOption, TargetOption, TaskOption
+from coterie.cli.arguments import (
+    ClientOption,
+    ClusterOption,
+    DropOption,
+    TargetOption,
+    TaskOption,
+    known_and_groups,
+)
 from coterie.data import bundled, tables
 from coterie.data.federated import Roles
 from coterie.deploy import audit as logs
@@ -88,7 +95,8 @@ def policy(
     """Write a strict policy for a node's table and explain it. Edit policy.toml to change it."""
     federation_folder.require_new_policy(folder)
     frame = tables.read(bundled.resolve(data))
-    roles = Roles(client, target, cluster, task, tuple(drop or ()))
+    known, groups = known_and_groups(cluster)
+    roles = Roles(client, target, known, task, tuple(drop or ()), groups=groups)
     made = Policy.strict(frame, roles, min_rows=min_rows, approve=approve).allowing(allow or ())
     made.write(folder / policies.FILE)
     console.show(f"{folder / policies.FILE}:", *made.explain())

@@ -19,6 +19,7 @@ from coterie.cli.arguments import (
     TargetOption,
     TaskOption,
     find_table,
+    grouping_columns,
     require_place,
     write_json,
 )
@@ -62,7 +63,7 @@ def privacy(
             source,
             client,
             target,
-            cluster=cluster,
+            cluster=grouping_columns(cluster),
             task=task,
             drop=drop or (),
             seed=seed,

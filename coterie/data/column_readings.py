@@ -54,7 +54,10 @@ class ColumnReading:
 
 
 def read(
-    found: Mapping[str, ColumnFacts], keep: Collection[str] = (), constant: Collection[str] = ()
+    found: Mapping[str, ColumnFacts],
+    keep: Collection[str] = (),
+    constant: Collection[str] = (),
+    groups: Collection[str] = (),
 ) -> list[ColumnReading]:
     """Decide how every column is read.
 
@@ -66,6 +69,8 @@ def read(
         Columns that are used whatever they look like.
     constant
         Columns that are known to have one value only.
+    groups
+        Columns whose values are groups of rows: categories, whatever they look like.
 
     Returns
     -------
@@ -88,6 +93,8 @@ def read(
     readings = [
         ColumnReading(name, "constant", False, why="has one value only")
         if name in constant
+        else ColumnReading(name, "category", True)
+        if name in groups
         else _read(name, one, name in keep)
         for name, one in found.items()
     ]

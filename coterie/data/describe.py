@@ -10,6 +10,7 @@ import numpy as np
 from coterie._core.errors import DataError
 from coterie.data import column_types as columns
 from coterie.data.column_readings import ColumnReading
+from coterie.data.grouping import combined
 from coterie.data.preprocess import Preprocessor
 from coterie.data.statistics import local_statistics
 from coterie.data.table_spec import TableSpec
@@ -34,7 +35,7 @@ def describe(frame: polars.DataFrame, spec: TableSpec) -> dict[str, Any]:
     dict
         Counts, quartiles of the clients' sizes, one entry per client and per column, and the warnings.
     """
-    frame, names, sizes = by_client(frame, spec.client)
+    frame, names, sizes = by_client(combined(frame, spec.groups), spec.client)
     _notice(frame, spec)
     features = [*spec.numeric, *spec.categories]
     owner = np.repeat(np.arange(len(names)), sizes)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import column_types as columns
-from coterie.data import tables
+from coterie.data import grouping, tables
 from coterie.data.client_sums import ClientSums
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.column_readings import ColumnReading
 from coterie.data.column_readings import read as read_columns
-from coterie.data.statistics import Levels, Moments, Statistics
+from coterie.data.statistics import Levels, Moments, Statistics, most_levels
 from coterie.data.table_spec import TableSpec, spec_of
 from coterie.data.target_task import MOST_LEVELS
 
@@ -47,6 +47,8 @@ class Roles:
         Names of columns to leave out.
     keep
         Names of columns to use although they look like identifiers.
+    groups
+        Names of grouping columns of rows, where there are several; `school:class` pairs two columns.
     """
 
     client: str
@@ -55,15 +57,25 @@ class Roles:
     task: str | None = None
     drop: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Roles:
         """Return the roles that `to_json` wrote."""
-        return cls(**{**stored, **{name: tuple(stored.get(name) or ()) for name in ("drop", "keep")}})
+        return cls(
+            **{**stored, **{name: tuple(stored.get(name) or ()) for name in ("drop", "keep", "groups")}}
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the roles as JSON values."""
-        return asdict(self)
+        """Return the roles as JSON values; without grouping columns as before there were any."""
+        stored = asdict(self)
+        return stored if self.groups else {name: value for name, value in stored.items() if name != "groups"}
+
+    @property
+    def no_features(self) -> set[str | None]:
+        """Columns that are no features."""
+        labels = grouping.only_in_pairs(self.groups) - set(self.keep)
+        return {self.client, self.target, self.cluster, *self.drop, *labels}
 
 
 def own_rows(frame: polars.DataFrame, roles: Roles, client: str | None, source: str) -> polars.DataFrame:
@@ -93,7 +105,9 @@ def own_rows(frame: polars.DataFrame, roles: Roles, client: str | None, source: 
     """
     import polars as pl
 
-    for role, name in (("target", roles.target), ("cluster", roles.cluster)):
+    frame = grouping.combined(frame, roles.groups)
+    clusters = [("cluster", name) for name in (roles.cluster, *roles.groups)]
+    for role, name in [("target", roles.target), *clusters]:
         if name is not None and name not in frame.columns:
             raise DataError(f"{source}: there is no {role} column {name!r}.{nearest(name, frame.columns)}")
     if roles.client in frame.columns:
@@ -136,8 +150,7 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
     if roles.cluster is not None:
         first = (torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)).tolist()
         clusters = [columns.labels(frame[roles.cluster])[row] for row in first]
-    used = {roles.client, roles.target, roles.cluster, *roles.drop}
-    features = [name for name in frame.columns if name not in used]
+    features = [name for name in frame.columns if name not in roles.no_features]
     target = _classes(frame[roles.target], roles, source)
     facts = tables.all_facts(frame, features, roles.client, roles.target, target.get("levels", ()))
     return {
@@ -169,10 +182,11 @@ def readings(frame: polars.DataFrame, roles: Roles) -> list[ColumnReading]:
 
     if roles.client not in frame.columns:
         frame = frame.with_columns(pl.lit("").alias(roles.client))
-    used = {roles.client, roles.target, roles.cluster, *roles.drop}
-    features = [name for name in frame.columns if name not in used]
+    frame = grouping.combined(frame, roles.groups)
+    features = [name for name in frame.columns if name not in roles.no_features]
     levels = _classes(frame[roles.target], roles, "the table").get("levels", ())
-    return read_columns(tables.all_facts(frame, features, roles.client, roles.target, levels), roles.keep)
+    found = tables.all_facts(frame, features, roles.client, roles.target, levels)
+    return read_columns(found, roles.keep, groups=roles.groups)
 
 
 def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:
@@ -223,7 +237,8 @@ def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableS
             warnings.append(f"Column {name!r} is left out, because {columns.some(without)} has none.")
             del found[name]
     task, classes = _task(descriptions, roles)
-    spec = spec_of(read_columns(found, roles.keep), roles.client, roles.target, roles.cluster, task, classes)
+    read = read_columns(found, roles.keep, groups=roles.groups)
+    spec = spec_of(read, roles.client, roles.target, roles.cluster, task, classes, roles.groups)
     if not (spec.numeric or spec.categories):
         raise DataError(
             "The places have no feature column in common. Look at their tables, at --drop and at --keep."
@@ -336,7 +351,7 @@ def statistics_from_json(stored: Mapping[str, Any], spec: TableSpec) -> Statisti
     try:
         return Statistics(
             {name: _moments(stored["numeric"][name]) for name in spec.numeric},
-            {name: _levels(stored["categories"][name]) for name in spec.categories},
+            {name: _levels(stored["categories"][name], most_levels(spec, name)) for name in spec.categories},
             _moments(stored["target"]),
             ClientSums.from_json(stored["clients"], len(spec.numeric) + 1),
         )
@@ -349,9 +364,9 @@ def _moments(stored: Any) -> Moments:
     return Moments(int(count), float(mean), float(squares), int(missing))
 
 
-def _levels(stored: Any) -> Levels:
+def _levels(stored: Any, most: int) -> Levels:
     levels, missing = stored
-    if len(levels) > MOST_LEVELS:
+    if len(levels) > most:
         raise ValueError("too many levels")
     counts = {level: (rows, clients) for level, rows, clients in levels}
     numbers = [number for pair in counts.values() for number in pair]

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from coterie._core.errors import DataError, nearest
 from coterie.data import column_types as columns
-from coterie.data import odd_clients
+from coterie.data import grouping, odd_clients
 from coterie.data.scales import (
     FEWEST,
+    MOST_FEATURES,
     ClientUnits,
     OneHot,
     Scale,
+    all_levels,
     client_units,
     one_hot,
     pooled_levels,
@@ -97,6 +99,7 @@ class Preprocessor:
         fewest: tuple[int, int] = FEWEST,
         encoding: str = STANDARD,
         target_in_units: bool = False,
+        every_group: bool = False,
     ) -> Self:
         """Fit from the merged statistics of all clients' training rows.
 
@@ -112,6 +115,8 @@ class Preprocessor:
             "standard" or "raw".
         target_in_units
             Leave a numeric target as it is instead of standardising it.
+        every_group
+            Keep all levels of grouping columns, however few rows they have.
 
         Returns
         -------
@@ -124,9 +129,16 @@ class Preprocessor:
             If no feature varies, or a column holds numbers too large to square.
         """
         odd = odd_clients.find(statistics, spec)
+        if target_in_units:  # counts have no other units
+            odd = replace(odd, clients=[one for one in odd.clients if one.column != spec.target])
         scales = [scale_of(name, odd.moments(name, moments)) for name, moments in statistics.numeric.items()]
         clients = min(fewest[1], len(statistics.by_client.names))
-        choices = [one_hot(name, seen, fewest[0], clients) for name, seen in statistics.categories.items()]
+        choices = [
+            all_levels(name, seen)
+            if every_group and name in spec.groups
+            else one_hot(name, seen, fewest[0], clients, None if name in spec.groups else MOST_FEATURES)
+            for name, seen in statistics.categories.items()
+        ]
         target = scale_of(spec.target, odd.moments(spec.target, statistics.target))
         fitted = cls(
             spec,
@@ -215,6 +227,7 @@ class Preprocessor:
         Tensor
             Standardised numbers, and 0 or 1 for categories and missing values; see the class for "raw".
         """
+        frame = grouping.combined(frame, self.spec.groups)
         features = np.zeros((frame.height, len(self.feature_names)))
         place = 0
         own = {name: self._rows_of(frame, name) for name in self.clients}

@@ -81,11 +81,16 @@ def standardised(values: polars.Series, scale: Scale) -> np.ndarray:
     return found
 
 
-def one_hot(name: str, seen: Levels, rows: int, clients: int) -> OneHot:
+def one_hot(name: str, seen: Levels, rows: int, clients: int, most: int | None = MOST_FEATURES) -> OneHot:
     """Keep the levels with enough rows and clients, the most frequent ones if they are many; pool the others."""
     enough = [level for level, found in seen.counts.items() if found[0] >= rows and found[1] >= clients]
-    kept = sorted(enough, key=lambda level: (-seen.counts[level][0], level))[:MOST_FEATURES]
+    kept = sorted(enough, key=lambda level: (-seen.counts[level][0], level))[:most]
     return OneHot(name, tuple(sorted(kept)), seen.missing, len(kept) < len(seen.counts) and bool(kept))
+
+
+def all_levels(name: str, seen: Levels) -> OneHot:
+    """Keep every level of a grouping column; what training rows did not have is all zeros."""
+    return OneHot(name, tuple(sorted(seen.counts)), seen.missing)
 
 
 def pooled_levels(seen: Mapping[str, Levels], choices: Sequence[OneHot]) -> list[str]:

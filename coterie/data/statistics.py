@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from coterie.data import column_types as columns
+from coterie.data import grouping
 from coterie.data.client_sums import ClientSums
 from coterie.data.table_spec import TableSpec
 from coterie.data.target_task import MOST_LEVELS
@@ -84,13 +85,13 @@ class Levels:
     missing: bool
 
     @classmethod
-    def of(cls, column: polars.Series, owner: polars.Series) -> Self:
-        """Return the levels of a column; at most MOST_LEVELS, the most frequent ones."""
+    def of(cls, column: polars.Series, owner: polars.Series, most: int = MOST_LEVELS) -> Self:
+        """Return the levels of a column; at most so many, the most frequent ones."""
         import polars as pl
 
         table = pl.DataFrame({"level": columns.labels(column), "owner": owner}).drop_nulls("level")
         found = table.group_by("level").agg(rows=pl.len(), clients=pl.col("owner").n_unique())
-        found = found.sort(["rows", "level"], descending=[True, False]).head(MOST_LEVELS)
+        found = found.sort(["rows", "level"], descending=[True, False]).head(most)
         return cls(
             {level: (rows, clients) for level, rows, clients in found.iter_rows()}, column.null_count() > 0
         )
@@ -150,6 +151,7 @@ def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
     Statistics
         Sums to be merged with those of the other clients.
     """
+    frame = grouping.combined(frame, spec.groups)
     numbers = {name: columns.numbers(frame, name, format=spec.formats.get(name, "")) for name in spec.numeric}
     owner = columns.labels(frame[spec.client])
     target = target_values(frame, spec)
@@ -158,10 +160,15 @@ def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
         group = columns.labels(frame[spec.cluster])
     return Statistics(
         {name: Moments.of(values) for name, values in numbers.items()},
-        {name: Levels.of(frame[name], owner) for name in spec.categories},
+        {name: Levels.of(frame[name], owner, most_levels(spec, name)) for name in spec.categories},
         Moments.of(target) if spec.task == "regression" else Moments(),
         ClientSums.of(owner, [*numbers.values(), target], group),
     )
+
+
+def most_levels(spec: TableSpec, name: str) -> int:
+    """Return how many levels of a category column are counted."""
+    return grouping.MOST_GROUPS if name in spec.groups else MOST_LEVELS
 
 
 def target_values(frame: polars.DataFrame, spec: TableSpec) -> polars.Series:

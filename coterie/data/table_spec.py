@@ -37,6 +37,8 @@ class TableSpec:
         Columns that are not used, and why in a word, such as "identifier".
     readings
         How every feature column is read, for `coterie data describe`.
+    groups
+        Category columns whose levels are groups of rows, crossed with clients or containing them.
     """
 
     client: str
@@ -50,12 +52,14 @@ class TableSpec:
     formats: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     readings: tuple[ColumnReading, ...] = field(default=(), compare=False)
+    groups: tuple[str, ...] = ()
 
     def stored(self) -> dict[str, Any]:
         """Return the fields as JSON values, without warnings and what is empty."""
         values = asdict(self) | {"warnings": []}
         del values["readings"]
-        return {name: value for name, value in values.items() if value or name not in ("formats", "left_out")}
+        optional = ("formats", "left_out", "groups")
+        return {name: value for name, value in values.items() if value or name not in optional}
 
 
 def spec_of(
@@ -65,6 +69,7 @@ def spec_of(
     cluster: str | None,
     task: str,
     classes: tuple[str, ...],
+    groups: tuple[str, ...] = (),
 ) -> TableSpec:
     """Return the roles of all columns, given how the feature columns are read."""
     used = [one for one in readings if one.used]
@@ -80,4 +85,5 @@ def spec_of(
         {one.column: one.format for one in used if one.format},
         {one.column: one.kind for one in readings if not one.used},
         tuple(readings),
+        groups,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, nearest
-from coterie.data import column_facts, delimited, unpack
+from coterie.data import column_facts, delimited, grouping, unpack
 from coterie.data import column_types as columns
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.column_readings import read as read_columns
@@ -148,7 +148,7 @@ def check(
     frame: polars.DataFrame,
     client: str,
     target: str,
-    cluster: str | None = None,
+    cluster: str | Sequence[str] | None = None,
     drop: Iterable[str] = (),
     task: str | None = None,
     source: str = _SOURCE,
@@ -165,7 +165,7 @@ def check(
     target
         Name of the target column.
     cluster
-        Name of the cluster column, or None.
+        Name of the cluster column, or of several grouping columns; `school:class` pairs two columns.
     drop
         Names of columns to leave out.
     task
@@ -193,19 +193,22 @@ def check(
     >>> spec.task, spec.classes, spec.numeric
     ('binary', ('no', 'yes'), ('age',))
     """
-    drop, keep = tuple(drop), tuple(keep)
-    roles = {"client": client, "target": target} | ({"cluster": cluster} if cluster is not None else {})
+    drop, keep, names = tuple(drop), tuple(keep), grouping.names_of(cluster)
+    frame = grouping.combined(frame, names)
+    roles = [("client", client), ("target", target), *(("cluster", name) for name in names)]
     _require_roles(frame, roles, drop, keep, source)
-    if cluster is not None:
-        _require_one_cluster(frame, client, cluster, source)
+    known, groups, notes = grouping.decide(frame, client, names) if names else (None, (), [])
+    if known is not None:
+        _require_one_cluster(frame, client, known, source)
     task, classes, hints = find_task(frame, client, target, task, source)
-    names = [name for name in frame.columns if name not in {*roles.values(), *drop}]
+    unused = {client, target, known, *drop} | (grouping.only_in_pairs(groups) - set(keep))
+    names = tuple(name for name in frame.columns if name not in unused)
     constant = [
         name for name in names if columns.kind(frame[name]) and frame[name].drop_nulls().n_unique() == 1
     ]
     constant = [name for name in constant if not frame[name].null_count()]
-    readings = read_columns(all_facts(frame, names, client, target, classes), keep, constant)
-    spec = spec_of(readings, client, target, cluster, task, classes)
+    readings = read_columns(all_facts(frame, names, client, target, classes), keep, constant, groups)
+    spec = spec_of(readings, client, target, known, task, classes, groups)
     if not (spec.numeric or spec.categories):
         why = "; ".join(f"{one.column!r} {one.why}" for one in readings)
         raise DataError(
@@ -214,7 +217,7 @@ def check(
         )
     for name in spec.numeric:
         columns.numbers(frame, name, source, client, spec.formats.get(name, ""))
-    spec.warnings.extend(hints + _client_warnings(frame, client, target, bool(classes)))
+    spec.warnings.extend(notes + hints + _client_warnings(frame, client, target, bool(classes)))
     return spec
 
 
@@ -251,21 +254,25 @@ def all_facts(
 
 
 def _require_roles(
-    frame: polars.DataFrame, roles: Mapping[str, str], drop: Sequence[str], keep: Sequence[str], source: str
+    frame: polars.DataFrame,
+    roles: Sequence[tuple[str, str]],
+    drop: Sequence[str],
+    keep: Sequence[str],
+    source: str,
 ) -> None:
     """Check that the named columns exist, differ from each other, and have a value in every row."""
     others = [*(("dropped", name) for name in drop), *(("kept", name) for name in keep)]
-    for role, name in [*roles.items(), *others]:
+    for role, name in [*roles, *others]:
         if name not in frame.columns:
             raise DataError(f"{source}: there is no {role} column {name!r}.{nearest(name, frame.columns)}")
-    used = [*roles.values(), *dict.fromkeys(drop), *dict.fromkeys(keep)]
+    used = [*(name for _, name in roles), *dict.fromkeys(drop), *dict.fromkeys(keep)]
     for name in used:
         if used.count(name) > 1:
             raise DataError(
                 f"{source}: column {name!r} was given two roles among client, target, cluster, drop and keep. "
                 "Name a different column for each."
             )
-    for role, name in roles.items():
+    for role, name in roles:
         _require_values(frame, role, name, source)
 
 

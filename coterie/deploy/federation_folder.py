@@ -79,7 +79,10 @@ class FederationFolder:
         """Which columns of the nodes' tables are used, and how."""
         data = self.config["data"]
         return Roles.from_json(
-            {name: data.get(name) for name in ("client", "target", "cluster", "task", "drop", "keep")}
+            {
+                name: data.get(name)
+                for name in ("client", "target", "cluster", "task", "drop", "keep", "groups")
+            }
         )
 
     @property
@@ -167,7 +170,9 @@ def init(
     keys.private_folder(path / "server" / "app")
     files.write_text(path / "server" / "app" / "pyproject.toml", flower.APP)
     _script(path / "server", ["federate", "server", ".."])
-    data = {**roles.to_json(), "drop": list(roles.drop)}
+    data = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in roles.to_json().items()
+    }
     config = {"server": {"host": hosts[0], "port": port}, "data": data, "nodes": {}}
     files.write_toml(path / CONFIG, config)
     folder = _add_nodes(FederationFolder(path), nodes, days)

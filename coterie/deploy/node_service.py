@@ -460,8 +460,8 @@ def _runtime(
 @functools.cache
 def _spec_from(text: str) -> TableSpec:
     stored = json.loads(text)
-    lists = ("classes", "numeric", "categories")
-    return TableSpec(**{**stored, **{name: tuple(stored[name]) for name in lists}, "warnings": []})
+    lists = ("classes", "numeric", "categories", "groups")
+    return TableSpec(**{**stored, **{name: tuple(stored.get(name, ())) for name in lists}, "warnings": []})
 
 
 def _spec(stored: dict[str, Any]) -> TableSpec:

@@ -15,7 +15,7 @@ from coterie._core.errors import SettingError, nearest
 from coterie.algorithms import all_algorithms
 from coterie.algorithms.base import DISCLOSURES
 from coterie.data import column_types as columns
-from coterie.data import federated
+from coterie.data import federated, grouping
 from coterie.data.federated import Roles
 from coterie.models.description import description
 from coterie.models.metrics import names
@@ -124,6 +124,7 @@ class Policy:
         >>> Policy.strict(table, Roles("site", "ill", drop=("name",))).columns
         {'age': 'numeric'}
         """
+        frame = grouping.combined(frame, roles.groups)
         found = {one.column: one for one in federated.readings(frame, roles)}
         kinds = {name: columns.kind(frame[name]) for name in found}
         offered: dict[str, str] = {}
@@ -132,9 +133,11 @@ class Policy:
                 continue
             if one.kind in ("number", "date"):
                 offered[name] = "numeric"
+            elif name in roles.groups:
+                offered[name] = "category"
             elif kinds[name] is not None:
                 offered[name] = "empty" if one.kind == "empty" else str(kinds[name])
-        return cls(dataclasses.replace(roles, drop=(), keep=()), offered, **more)
+        return cls(dataclasses.replace(roles, drop=(), keep=(), groups=()), offered, **more)
 
     def allowing(self, methods: Sequence[str]) -> Policy:
         """Return the policy with further methods allowed, with the kinds of phases and the models that they need."""

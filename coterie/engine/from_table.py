@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coterie.data import bundled, tables
+from coterie.data import bundled, grouping, tables
 from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
 from coterie.data.statistics import Statistics, local_statistics
@@ -28,7 +28,7 @@ def from_table(
     source: Any,
     client: str,
     target: str,
-    cluster: str | None = None,
+    cluster: str | Sequence[str] | None = None,
     model: Model | str | None = None,
     task: str | None = None,
     drop: Sequence[str] = (),
@@ -55,7 +55,8 @@ def from_table(
     target
         Name of the target column.
     cluster
-        Name of the cluster column, if clusters are known.
+        Name of the cluster column, if clusters are known; or of several grouping columns, crossed with clients or
+        containing them, such as ["lecturer", "school", "school:class"].
     model
         The model to train, or its name ("linear", "mlp"); by default linear, logistic or softmax regression, by the
         kind of target.
@@ -104,16 +105,18 @@ def from_table(
         spec.warnings.extend(doubts)
         encoding, paid = preprocessor.to_json(), (SHARE * privacy.epsilon, SHARE * privacy.delta)
     else:
-        preprocessor, trained = encoded(spec, local_statistics(rows, spec), untrained)
+        preprocessor, trained = encoded(spec, local_statistics(rows, spec), untrained, every_group=True)
     clusters, cluster_names = None, None
-    if cluster is not None:
+    known = spec.cluster or grouping.finest(grouping.combined(frame, spec.groups), client, spec.groups)
+    if known is not None:
         first_rows = (sizes.cumsum(0) - sizes).numpy()
-        clusters, cluster_names = encode_clusters(frame[cluster][first_rows].to_list())
+        labels = grouping.combined(frame, spec.groups)[known][first_rows]
+        clusters, cluster_names = encode_clusters(labels.to_list())
     options = {
         "source": bundled.recorded(source) if isinstance(source, str | Path) else "",
         "client": client,
         "target": target,
-        "cluster": cluster,
+        "cluster": cluster if cluster is None or isinstance(cluster, str) else list(cluster),
         "task": task,
         "drop": list(drop),
         **({"keep": list(keep)} if keep else {}),
@@ -137,10 +140,16 @@ def from_table(
     )
 
 
-def encoded(spec: TableSpec, statistics: Statistics, model: Model) -> tuple[Preprocessor, Model]:
+def encoded(
+    spec: TableSpec, statistics: Statistics, model: Model, *, every_group: bool = False
+) -> tuple[Preprocessor, Model]:
     """Return the encoding that a model takes, and the model with what the encoding says of categories."""
     preprocessor = Preprocessor.from_statistics(
-        spec, statistics, encoding=model.encoding, target_in_units=model.target_in_units
+        spec,
+        statistics,
+        encoding=model.encoding,
+        target_in_units=model.target_in_units,
+        every_group=every_group,
     )
     return preprocessor, model.with_levels(preprocessor.levels)
 

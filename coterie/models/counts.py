@@ -35,7 +35,7 @@ def _check_counts(y: Tensor) -> None:
         row = int(wrong.nonzero()[0])
         raise DataError(
             f"Target of row {row} is {y[row].item():g}, which is no count. Counts are 0, 1, 2, ...; "
-            "tables standardise numeric targets, so give counts as arrays, or use models.linear()."
+            "for other quantities use models.linear()."
         )
 
 
@@ -49,6 +49,10 @@ class Poisson(Glm):
     @property
     def task(self) -> str:
         return "regression"
+
+    @property
+    def target_in_units(self) -> bool:
+        return True
 
     def fit_to(self, x: Tensor, y: Tensor) -> Self:
         _check_counts(y)
@@ -108,6 +112,10 @@ class NegativeBinomial(ExtendedGlm):
     @property
     def task(self) -> str:
         return "regression"
+
+    @property
+    def target_in_units(self) -> bool:
+        return True
 
     @property
     def extras(self) -> int:

@@ -155,13 +155,13 @@ class Glm(Model):
 
     def row_derivatives(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses [..., B], first [..., S, B] and second [..., S, S, B] derivatives in scores [..., S, B]."""
-        outputs, ones = scores.shape[-2], torch.zeros_like(scores)
+        outputs = scores.shape[-2]
         y = y.expand(*scores.shape[:-2], scores.shape[-1])
         columns = []
         for k in range(outputs):
+            ones = torch.zeros_like(scores)  # anew each time: least squares returns it as it is
             ones[..., k, :] = 1.0
             columns.append(self._bend(scores, ones))
-            ones[..., k, :] = 0.0
         return self._row_losses(scores, y), self._residuals(scores.clone(), y), torch.stack(columns, -2)
 
     def module(self, w: Tensor) -> nn.Module:

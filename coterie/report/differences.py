@@ -31,12 +31,41 @@ def heterogeneity(run: RunFacts) -> list[Panel]:
             300,
         )
     ]
+    spread = _spread_panel(run)
+    found += [] if spread is None else [spread]
     targets = run.roster.targets
     if targets is not None and "shares" in targets:
         found.append(_class_panel(run, targets["classes"], np.array(targets["shares"])))
     elif targets is not None:
         found.append(_mean_panel(run, np.array(targets["mean"]), np.array(targets["sd"])))
     return found
+
+
+def _spread_panel(run: RunFacts) -> Panel | None:
+    """Draw the standard deviations that a model with several grouping columns estimated."""
+    import polars as pl
+
+    rows = run.metrics.filter((pl.col("split") == "server") & pl.col("metric").str.starts_with("sd "))
+    rows = rows.filter(pl.col("client").is_null())
+    if not rows.height:
+        return None
+    last = rows.filter(pl.col("round") == rows["round"].max())
+    names, values = [name.removeprefix("sd ") for name in last["metric"]], last["value"].to_numpy()
+    share = values**2 / max(float((values**2).sum()), 1e-300)
+    return Panel(
+        "spread-of-effects",
+        "Where outcomes differ",
+        "Standard deviation of what a row owes to chance (noise), to its client, and to the level of each grouping "
+        "column, in units of the target; of log odds or log counts for classes and counts.",
+        [_bars(names, values)],
+        _bar_layout("standard deviation", len(names)),
+        ("what", "standard deviation", "share of the variance"),
+        [
+            [name, digits(float(v)), f"{100 * s:.1f} %"]
+            for name, v, s in zip(names, values, share, strict=True)
+        ],
+        140 + 24 * len(names),
+    )
 
 
 def _class_panel(run: RunFacts, classes: list[str], shares: np.ndarray) -> Panel:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coterie.data.grouping import names_of
 from coterie.models.metrics import find
 from coterie.models.table_models import TABLE_MODELS
 from coterie.report.facts import RunFacts
@@ -221,9 +222,10 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
         "--target",
         _quoted(data["target"]),
     ]
-    for name in ("cluster", "task"):
-        if data.get(name):
-            parts += [f"--{name}", _quoted(data[name])]
+    for column in names_of(data.get("cluster")):
+        parts += ["--cluster", _quoted(column)]
+    if data.get("task"):
+        parts += ["--task", _quoted(data["task"])]
     for column in data.get("drop", []):
         parts += ["--drop", _quoted(column)]
     if data.get("split") and list(data["split"]) != [0.6, 0.2, 0.2]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ _SMALLEST = 1e-9  # variances are sought down to this share of their scale
 _INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
 _CLOSE = 1e-8  # relative; deviances that are only compared with each other are found to this
 _NOISE_ROWS = 4.0  # rows of average noise that each of several noise variances is thought to have seen
-_LOW, _HIGH = math.log(_SMALLEST) - 1, 25.0
+LOWEST, HIGHEST = math.log(_SMALLEST) - 1, 25.0  # logarithms between which variances are sought
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Likelihood:
         else:
             within = near.within if near.within.dim() == 2 else near.within.diagonal(dim1=-2, dim2=-1)
             known = torch.cat([within[: self.levels, first], near.between[None, first]])
-            logs = (known / self.scale[1:]).log().clamp(min=-5.0, max=_HIGH - 1)
+            logs = (known / self.scale[1:]).log().clamp(min=-5.0, max=HIGHEST - 1)
             noise = (torch.full((self.noises,), near.noise).double() / self.scale[0]).log().clamp(-5.0, 20.0)
         inside = logs[:-1]
         if self.full:
@@ -155,34 +156,11 @@ class Likelihood:
         tolerance: float = 1e-13,
     ) -> tuple[Tensor, float]:
         """Return the point with the smallest deviance, and that; some numbers may be kept as they are given."""
-        from scipy.optimize import minimize
-
-        fixed = fixed or {}
-        free = torch.tensor([k for k in range(len(start)) if k not in fixed], dtype=torch.long)
-        base = start.clone()
-        for place, value in fixed.items():
-            base[place] = value
-
-        def objective(values: Any) -> tuple[float, Any]:
-            part = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-            value = self.deviance(base.index_copy(0, free, part))
-            value.backward()
-            assert part.grad is not None
-            return float(value.detach()), part.grad.nan_to_num().numpy()
-
-        bounds = [(_LOW, _HIGH)] * len(start)
+        bounds = [(LOWEST, HIGHEST)] * len(start)
         if self.full:
             inside = range(self.noises, self.noises + self.levels * self.structure.p)
             bounds = [(-1e5, 1e5) if k in inside else bound for k, bound in enumerate(bounds)]
-        found = minimize(
-            objective,
-            base[free].numpy(),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=[bounds[k] for k in free],
-            options={"ftol": tolerance, "maxiter": steps},
-        )
-        return base.index_copy(0, free, torch.tensor(found.x)), float(found.fun)
+        return lowest(self.deviance, start, fixed, bounds, steps, tolerance)
 
     def without(self, point: Tensor, best: float) -> Tensor:
         """Return the point with variances set to zero that do not matter."""
@@ -201,6 +179,41 @@ class Likelihood:
         sigma, within, between = self.unpack(point)
         noises = None if self.noise_groups is None else sigma
         return Components(float(sigma.log().mean().exp()), within.clone(), between.clone(), noises)
+
+
+def lowest(
+    deviance: Callable[[Tensor], Tensor],
+    start: Tensor,
+    fixed: Mapping[int, float] | None,
+    bounds: Sequence[tuple[float, float]],
+    steps: int = 15000,
+    tolerance: float = 1e-13,
+) -> tuple[Tensor, float]:
+    """Return the point with the smallest deviance, and that, by L-BFGS-B; some numbers may be kept as given."""
+    from scipy.optimize import minimize
+
+    fixed = fixed or {}
+    free = torch.tensor([k for k in range(len(start)) if k not in fixed], dtype=torch.long)
+    base = start.clone()
+    for place, value in fixed.items():
+        base[place] = value
+
+    def objective(values: Any) -> tuple[float, Any]:
+        part = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        value = deviance(base.index_copy(0, free, part))
+        value.backward()
+        assert part.grad is not None
+        return float(value.detach()), part.grad.nan_to_num().numpy()
+
+    found = minimize(
+        objective,
+        base[free].numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[bounds[k] for k in free],
+        options={"ftol": tolerance, "maxiter": steps},
+    )
+    return base.index_copy(0, free, torch.tensor(found.x)), float(found.fun)
 
 
 def maximum_likelihood(
