@@ -152,6 +152,9 @@ class Runtime(Protocol):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     workers: int = 1  # threads that compute clients side by side; they decide the last bits of sums
+    processes: int | str = (
+        1  # that share the clients; they decide the last bits too, unless it is "any number"
+    )
 
     def fresh(self, seed: int | None = None) -> Runtime:
         """Return the same clients and rows with no state kept; `seed` replaces the seed of random draws."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +26,9 @@ from coterie.engine.sums import Clients, SumRequest
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, description, from_description
 from coterie.models.fast.lazy_models import LazyModels, materialize
+from coterie.models.measuring import untimed
 from coterie.models.metrics import resolve
+from coterie.models.network import Network
 
 SUMMED_AT_ONCE = 1024  # clients whose values are added up in their own type; these sums are added in float64
 
@@ -72,8 +75,8 @@ class ShardWorker:
     model, augment
         What to use where the server's model is a module of the user's own, or its augmentation a function of the
         user's own: neither can be sent.
-    device
-        Where to compute.
+    card
+        Which GPU to use, where the server computes on GPUs; counted round if there are fewer.
     """
 
     def __init__(
@@ -81,9 +84,10 @@ class ShardWorker:
         make_algorithm: MakeAlgorithm,
         model: Model | None = None,
         augment: Augment | None = None,
-        device: str = "cpu",
+        card: int = 0,
     ) -> None:
-        self.make_algorithm, self.model, self.augment, self.device = make_algorithm, model, augment, device
+        self.make_algorithm, self.model, self.augment, self.card = make_algorithm, model, augment, card
+        self.device = "cpu"
         self.shards: dict[int, Shard] = {}
         self.algorithms: dict[str, FederatedAlgorithm] = {}
         self._held: dict[int, tuple[Shard, list[tuple[int, Clients]]]] = {}
@@ -99,6 +103,8 @@ class ShardWorker:
 
     def open(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Take clients."""
+        if header["device"] != "cpu":
+            self.device = f"{header['device']}:{self.card % torch.cuda.device_count()}"
         described, model = header["model"], self.model
         if described["model"] != CUSTOM and (model is None or description(model) != described):
             model = from_description(described)
@@ -107,6 +113,8 @@ class ShardWorker:
                 "this model is a module of your own, which cannot be sent to a worker. Start every process with your "
                 "program: torchrun --nproc-per-node N program.py, and fit(..., workers='torchrun')"
             )
+        if header["exact"] and isinstance(model, Network):
+            model = replace(model, decisions={})
         model.measured().update(header["decisions"])
         augment = self._augment(header["augment"])
         blocks = []
@@ -157,7 +165,8 @@ class ShardWorker:
         call, visits, welcome = call_messages.read(algorithm, header, tensors)
         parts, held = [], []
         for block, runtime, own, own_visits in self._visits(shard, header, call, visits):
-            answer = self._run(runtime, own, own_visits, header, welcome)
+            with untimed() if header["exact"] else nullcontext():
+                answer = self._run(runtime, own, own_visits, header, welcome)
             parts.append((answer, own_visits))
             ids = runtime.ids if own_visits.at is None else runtime.ids[own_visits.at]
             size = runtime.train.size if own_visits.at is None else runtime.train.size[own_visits.at]
@@ -334,7 +343,7 @@ KINDS: dict[str, Callable[[ShardWorker, dict[str, Any], dict[str, Tensor]], Mess
 }
 
 
-def opening(runtime: LocalRuntime, ids: list[Tensor], first: int, end: int) -> Message:
+def opening(runtime: LocalRuntime, ids: list[Tensor], first: int, end: int, exact: bool) -> Message:
     """Return the message that gives a worker the blocks first..end - 1 of a federation's clients."""
     augment = runtime.train.augment
     header = {
@@ -344,7 +353,9 @@ def opening(runtime: LocalRuntime, ids: list[Tensor], first: int, end: int) -> M
         "count": len(ids),
         "clients": len(runtime.ids),
         "model": description(runtime.model),
-        "decisions": dict(runtime.model.measured()),
+        "decisions": {} if exact else dict(runtime.model.measured()),
+        "exact": exact,
+        "device": runtime.device.type,
         "seed": runtime.seed,
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "loop": runtime.loop,

@@ -50,6 +50,7 @@ class ShardedRuntime(Runtime):
 
     def __init__(self, crew: Crew, home: LocalRuntime, shards: Shards, number: int) -> None:
         self.crew, self.home, self.shards, self.number = crew, home, shards, number
+        self.processes = "any number" if crew.exact else len(crew)
         ids = torch.arange(len(shards.place))
         self._everybody = Split(ids, torch.cat(shards.ids), torch.tensor([len(own) for own in shards.ids]))
         weakref.finalize(self, crew.forgotten_shards.append, number)
@@ -59,9 +60,9 @@ class ShardedRuntime(Runtime):
         """Share the clients of a runtime, with no state kept, over the workers of a crew."""
         shards = Shards.of(home.train.size.cpu(), len(crew), crew.exact)
         number, crew.own.model = crew.number("shards"), home.model
-        crew.own.augment = home.train.augment
+        crew.own.augment, crew.own.card = home.train.augment, home.device.index or 0
         for k in range(len(crew)):  # one after the other: a copy of a worker's rows at a time
-            header, tensors = opening(home, shards.ids, *shards.cuts(k))
+            header, tensors = opening(home, shards.ids, *shards.cuts(k), crew.exact)
             messages: list[Message | None] = [None] * len(crew)
             messages[k] = {**header, "shard": number}, tensors
             crew.ask(messages)
@@ -130,7 +131,7 @@ class ShardedRuntime(Runtime):
     def begin_round(self, t: int, state: State | None) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Note the round, which errors name; after the first, all compute in the ways that this process chose."""
         self.crew.round = t
-        if t == 2 and self.home.model.measured():
+        if t == 2 and self.home.model.measured() and not self.crew.exact:
             self._tell("decide", decisions=dict(self.home.model.measured()))
         return []
 
@@ -173,7 +174,7 @@ class ShardedRuntime(Runtime):
                     rows = tensors[name.removesuffix(".slot") + ".rows"]
                     own[f"{block}.{name.removesuffix('.slot')}.rows"] = rows[slot[has].to(rows.device)]
                     own[f"{block}.{name}"] = torch.where(has, has.cumsum(0) - 1, -1)
-            decisions = dict(self.home.model.measured())
+            decisions = {} if self.crew.exact else dict(self.home.model.measured())
             messages.append(({"kind": "restore", "shard": self.number, "decisions": decisions}, own))
         self.crew.ask(messages)
 
@@ -280,6 +281,7 @@ class ShardedRuntime(Runtime):
             "what": what,
             "hold": more.pop("hold", 0),
             "cohort": visits.cohort,
+            "exact": self.crew.exact,
         }
         messages: list[Message | None] = []
         for k, part in enumerate(self._parts(split)):

@@ -189,6 +189,8 @@ class Crew:
         Ways to the others.
     exact
         Whether results must not depend on the number of workers.
+    here
+        How many of them share this machine.
 
     Attributes
     ----------
@@ -198,8 +200,9 @@ class Crew:
         Seconds that each worker has computed, the one in this process first.
     """
 
-    def __init__(self, own: ShardWorker, links: Sequence[Link], exact: bool = False) -> None:
-        self.own, self.links, self.exact = own, list(links), exact
+    def __init__(self, own: ShardWorker, links: Sequence[Link], exact: bool = False, here: int = 1) -> None:
+        self.own, self.links, self.exact, self.here = own, list(links), exact, here
+        self.idle = True  # nobody owes an answer
         self.sent, self.received = [0] * len(links), [0] * len(links)
         self.busy = [0.0] * (len(links) + 1)
         self.round = 0
@@ -222,6 +225,7 @@ class Crew:
         """
         waste = {"forget": _emptied(self.forgotten_answers), "drop": _emptied(self.forgotten_shards)}
         told = [None if message is None else ({**message[0], **waste}, message[1]) for message in messages]
+        self.idle = False
         for k, (link, message) in enumerate(zip(self.links, told[1:], strict=True)):
             if message is not None:
                 self.sent[k] += self._tried(k, link.send, message)
@@ -231,6 +235,7 @@ class Crew:
             if message is not None:
                 answers[-1], size = self._tried(k, link.receive)
                 self.received[k] += size
+        self.idle = True
         for k, answer in enumerate(answers):
             if answer is not None and "error" in answer[0]:
                 kind, text = answer[0]["error"]
@@ -246,12 +251,12 @@ class Crew:
             raise WorkerLost(f"{problem}, in round {self.round}") from problem
 
     def close(self) -> None:
-        """Let all workers go."""
-        for link in self.links:
+        """Let all workers go; those that still owe an answer notice by themselves when this process ends."""
+        for link in self.links if self.idle else ():
             try:
                 link.send(({"kind": "close"}, {}))
-            except WorkerLost:  # it has gone already
-                continue
+            except WorkerLost:
+                continue  # it has gone already
 
 
 def _emptied(values: list[int]) -> list[int]:

@@ -22,6 +22,7 @@ from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
 from coterie.engine.privacy import Privacy
 from coterie.engine.resplit import merged
+from coterie.engine.worker_links import Crew
 from coterie.models.metrics import LOSS, Metric, find, resolve
 from coterie.train import checkpoint, private
 from coterie.train.checkpoint import Best, Clock, Progress
@@ -32,6 +33,7 @@ from coterie.train.history import History, mean_over_clients
 from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
 from coterie.train.track import Tracker, tracker
+from coterie.train.workers import come_home, sharded
 
 FAST_FORWARD_ROUNDS = 1000  # rounds computed at once at most
 
@@ -58,6 +60,8 @@ def fit(
     target: float | None = None,
     aggregate: str | Aggregate | None = None,
     privacy: Privacy | None = None,
+    workers: int | str | Crew | None = None,
+    exact: bool = False,
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -101,6 +105,11 @@ def fit(
         and on nodes 'screen,cap'.
     privacy
         What the run may cost of the clients' privacy; None adds no noise.
+    workers
+        Share the clients over so many processes, or over those of 'torchrun', 'slurm' or 'ray:N'
+        (`coterie.train.workers`); None computes all of them in this one.
+    exact
+        Give the same bits whatever the number of workers is.
 
     Returns
     -------
@@ -120,7 +129,7 @@ def fit(
     >>> run.personal.shape[0] == fed.n
     True
     """
-    algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
+    algorithm, given = make(algorithm) if isinstance(algorithm, str) else algorithm, fed
     if rounds < 0:
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
@@ -140,31 +149,36 @@ def fit(
         **target_plan(fed, algorithm, target, rounds),
         **({} if aggregate is None else {"aggregate": str(_rule(aggregate))}),
         **private.as_plan(privacy),
+        **({} if workers is None else {"workers": len(workers) if isinstance(workers, Crew) else workers}),
+        **({"exact": True} if exact else {}),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
     follower = tracker(track, None if out is None else Path(out)) if isinstance(track, str) else track
-    fed = fed.fresh()
-    _limit_state(fed, state_memory)
     started = time.perf_counter()
-    with _threads(fed, algorithm):
-        secret = private.new_secret()
-        _protect(fed, algorithm, plan, secret)
-        progress = _begin(fed, algorithm, plan)
-        folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        if folder is not None and "epsilon" in plan:
-            private.keep_secret(folder.path, secret)
-        if follower is not None:
-            follower.begin(fed, algorithm, plan)
-            follower.scored(fed, 0, progress.history)
-            watch = _followed(follower, fed, progress, watch)
-        try:
-            run = _train(fed, algorithm, progress, plan, folder, watch, started)
-        except Diverged:
-            if folder is not None:
-                shutil.rmtree(folder.path, ignore_errors=True)
-            raise
-    _complete(run, plan, folder)
+    with sharded(fed, workers, exact, algorithm) as spread:
+        fed = spread.fresh()
+        _limit_state(fed, state_memory)
+        with _threads(fed, algorithm):
+            secret = private.new_secret()
+            _protect(fed, algorithm, plan, secret)
+            progress = _begin(fed, algorithm, plan)
+            folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+            if folder is not None and "epsilon" in plan:
+                private.keep_secret(folder.path, secret)
+            if follower is not None:
+                follower.begin(fed, algorithm, plan)
+                follower.scored(fed, 0, progress.history)
+                watch = _followed(follower, fed, progress, watch)
+            try:
+                run = _train(fed, algorithm, progress, plan, folder, watch, started)
+            except Diverged:
+                if folder is not None:
+                    shutil.rmtree(folder.path, ignore_errors=True)
+                raise
+        _complete(run, plan, folder)
+        if spread is not given:
+            come_home(run)
     if follower is not None:
         follower.end(run)
     return run
@@ -222,6 +236,7 @@ def resume(
     watch: Watch | None = None,
     anyway: bool = False,
     state_memory: float | None = None,
+    workers: int | str | Crew | None = None,
 ) -> Run:
     """Continue a run from its last checkpoint; the result has the bytes of an uninterrupted run.
 
@@ -237,6 +252,9 @@ def resume(
         Continue although threads, device, dtype or versions differ from those that the run recorded.
     state_memory
         As in `fit`.
+    workers
+        As in `fit`; None means as many as the run began with. Another number gives the same bits if the run is
+        `exact`, and otherwise needs `anyway`.
 
     Returns
     -------
@@ -263,21 +281,26 @@ def resume(
         raise RunError(f"{path} holds adapted models; there is nothing to resume")
     with folder.reading():
         algorithm, plan = folder.algorithm(), folder.plan()
-        fed = (folder.federation() if fed is None else fed).fresh()
-    _limit_state(fed, state_memory)
+        given = folder.federation() if fed is None else fed
+    how, exact = plan.get("workers") if workers is None else workers, plan.get("exact", False)
     started = time.perf_counter()
-    with _threads(fed, algorithm):
-        folder.check_same(fed, anyway)
-        secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
-        _protect(fed, algorithm, plan, secret)
-        with folder.reading():
-            progress = checkpoint.load(folder.checkpoints, fed)
-        progress = progress or _begin(fed, algorithm, plan)
-        finished = folder.finished()
-        if not finished:
-            folder.sweep()
-        run = _train(fed, algorithm, progress, plan, None if finished else folder, watch, started)
-    _complete(run, plan, None if finished else folder)
+    with sharded(given, how, exact, algorithm) as spread:
+        fed = spread.fresh()
+        _limit_state(fed, state_memory)
+        with _threads(fed, algorithm):
+            folder.check_same(fed, anyway)
+            secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
+            _protect(fed, algorithm, plan, secret)
+            with folder.reading():
+                progress = checkpoint.load(folder.checkpoints, fed)
+            progress = progress or _begin(fed, algorithm, plan)
+            finished = folder.finished()
+            if not finished:
+                folder.sweep()
+            run = _train(fed, algorithm, progress, plan, None if finished else folder, watch, started)
+        _complete(run, plan, None if finished else folder)
+        if spread is not given:
+            come_home(run)
     run.folder = folder.path
     return run
 
