@@ -29,6 +29,7 @@ from coterie.models.fast.lazy_models import LazyModels, materialize
 from coterie.models.measuring import untimed
 from coterie.models.metrics import resolve
 from coterie.models.network import Network
+from coterie.models.own_code import from_reference, reference
 
 SUMMED_AT_ONCE = 1024  # clients whose values are added up in their own type; these sums are added in float64
 
@@ -108,10 +109,12 @@ class ShardWorker:
         described, model = header["model"], self.model
         if described["model"] != CUSTOM and (model is None or description(model) != described):
             model = from_description(described)
+        elif model is None and header["own"] is not None:
+            model = from_reference(header["own"])
         if model is None:
             raise SettingError(
-                "this model is a module of your own, which cannot be sent to a worker. Start every process with your "
-                "program: torchrun --nproc-per-node N program.py, and fit(..., workers='torchrun')"
+                "this model cannot be sent to a worker. Make it by a function that has a name in a module or program, "
+                "network(function), or start every process with your program: torchrun, and workers='torchrun'"
             )
         if header["exact"] and isinstance(model, Network):
             model = replace(model, decisions={})
@@ -353,6 +356,7 @@ def opening(runtime: LocalRuntime, ids: list[Tensor], first: int, end: int, exac
         "count": len(ids),
         "clients": len(runtime.ids),
         "model": description(runtime.model),
+        "own": reference(runtime.model),
         "decisions": {} if exact else dict(runtime.model.measured()),
         "exact": exact,
         "device": runtime.device.type,

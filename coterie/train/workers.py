@@ -16,12 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coterie._core.errors import CoterieError, SettingError
@@ -30,24 +28,28 @@ from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.shard_worker import MakeAlgorithm, ShardWorker
 from coterie.engine.sharded_runtime import ShardedRuntime
-from coterie.engine.worker_links import Crew, ProcessLink, WorkerLost, serve
-from coterie.train.run import Run
+from coterie.engine.worker_links import Crew, ProcessLink, WorkerLost
+from coterie.train.worker import SERVER, process_group, serve_process, serve_rank
 
-TIMEOUT = timedelta(days=7)  # a phase may take long; a process that dies is noticed at once
+if TYPE_CHECKING:
+    from coterie.train.run import Run
+
 BEGINS = 300.0  # seconds for a process to start
 ENDS = 10.0  # seconds for a process to end
-SERVER = 0  # rank of the process that runs the method
+IS_WORKER = "COTERIE_WORKER"  # set in the environment of a process that serves
 PORT = 29400  # of the first process, under SLURM
 
 
 def crew_of(how: int | str, exact: bool = False) -> AbstractContextManager[Crew]:
     """Return the processes that `workers` of `fit` asks for, to be opened with `with`."""
-    if isinstance(how, str) and how.isdigit():
-        how = int(how)
-    if isinstance(how, int):
-        if how < 1:
+    if IS_WORKER in os.environ:
+        raise SettingError(
+            "a worker imports the program that made the network: call `fit` under `if __name__ == '__main__':`"
+        )
+    if isinstance(how, int) or how.lstrip("-").isdigit():
+        if int(how) < 1:
             raise SettingError(f"workers is {how}; give 1 or more processes")
-        return _local(how, exact)
+        return _local(int(how), exact)
     kind, _, rest = how.partition(":")
     if kind == "ray":
         return _ray(rest, exact)
@@ -185,14 +187,9 @@ def serve_others(
     if place.rank == SERVER:
         return
     model, augment = (None, None) if fed is None else (fed.model, fed.runtime.rows("train").augment)
-    with _group(place.rank, place.count, f"tcp://{place.address}:{place.port}"):
+    with process_group(place.rank, place.count, f"tcp://{place.address}:{place.port}"):
         serve_process(place.rank, maker(algorithm), model=model, augment=augment)
     sys.exit(0)
-
-
-def serve_process(rank: int, make_algorithm: MakeAlgorithm = make, **own: Any) -> None:
-    """Serve the server of this process's group until it closes the link."""
-    serve(ShardWorker(make_algorithm, card=rank, **own), ProcessLink(SERVER))
 
 
 def maker(algorithm: Algorithm | None) -> MakeAlgorithm:
@@ -207,28 +204,10 @@ def maker(algorithm: Algorithm | None) -> MakeAlgorithm:
 
 
 @contextmanager
-def _group(rank: int, count: int, address: str | None = None, store: Any = None) -> Iterator[None]:
-    """Open the process group of `torch.distributed` inside the block, unless one is open."""
-    if dist.is_initialized():
-        if store is not None:
-            raise SettingError(
-                "a torch.distributed process group is open in this process; use workers='torchrun'"
-            )
-        yield
-        return
-    where: dict[str, Any] = {"init_method": address} if store is None else {"store": store}
-    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=TIMEOUT, **where)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
 def _joined(place: Place, exact: bool) -> Iterator[Crew]:
     """Yield the processes that torchrun or SLURM has started; they serve until this process ends."""
     if not _open:
-        group = _group(place.rank, place.count, f"tcp://{place.address}:{place.port}")
+        group = process_group(place.rank, place.count, f"tcp://{place.address}:{place.port}")
         group.__enter__()
         links = [ProcessLink(rank) for rank in range(1, place.count)]
         _open.append(Crew(ShardWorker(make), links, exact, place.here))
@@ -253,7 +232,8 @@ def _local(count: int, exact: bool) -> Iterator[Crew]:
     with ExitStack() as stack:
         if count > 1:
             store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-            environment = {**os.environ, "PYTHONPATH": _path(), **_loopback_only()}
+            path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+            environment = {**os.environ, "PYTHONPATH": path, IS_WORKER: "1", **_loopback_only()}
             for rank in range(1, count):
                 command = [
                     sys.executable,
@@ -267,17 +247,11 @@ def _local(count: int, exact: bool) -> Iterator[Crew]:
             stack.callback(_stop, processes)
             _await(store, processes)
             stack.enter_context(_loopback())
-            stack.enter_context(_group(SERVER, count, store=store))
+            stack.enter_context(process_group(SERVER, count, store=store))
             links = [ProcessLink(rank, lost=_fate(process)) for rank, process in enumerate(processes, 1)]
         crew = Crew(ShardWorker(make), links, exact, count)
         yield crew
         crew.close()
-
-
-def _path() -> str:
-    """Return a search path on which another Python finds this package."""
-    own = str(Path(__file__).parents[2])
-    return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _loopback_only() -> dict[str, str]:
@@ -362,16 +336,8 @@ def _ray(text: str, exact: bool) -> Iterator[Crew]:
                 raise CoterieError(
                     f"not all of {count} workers started on the Ray cluster: has it so many CPUs?"
                 )
-        stack.enter_context(_group(SERVER, count, store=store))
+        stack.enter_context(process_group(SERVER, count, store=store))
         links = [ProcessLink(rank, lost=lambda: " (a task of the Ray cluster)") for rank in range(1, count)]
         crew = Crew(ShardWorker(make), links, exact)
         yield crew
         crew.close()
-
-
-def serve_rank(rank: int, count: int, host: str, port: int) -> None:
-    """Join the server at this address and serve it."""
-    store = TCPStore(host, port, count, is_master=False)
-    store.add("ready", 1)
-    with _group(rank, count, store=store):
-        serve_process(rank)
