@@ -44,7 +44,7 @@ class Shards:
         >>> import torch
         >>> shards = Shards.of(torch.tensor([9, 1, 1, 1, 5, 5]), workers=2)
         >>> [ids.tolist() for ids in shards.ids]
-        [[0, 2, 3], [1, 4, 5]]
+        [[0, 1, 2], [3, 4, 5]]
         """
         blocks = min(len(cost), EXACT_BLOCKS if exact else workers)
         place = dealt(cost, blocks)

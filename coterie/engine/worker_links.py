@@ -53,7 +53,10 @@ def pack(message: Message) -> tuple[Tensor, list[Tensor]]:
     large: list[Tensor] = []
     for name, value in tensors.items():
         repeated = len(value) if broadcast.is_broadcast(value) else 0
-        plain = (value[:1] if repeated else value).detach().cpu().contiguous()
+        plain = (value[:1] if repeated else value).detach().cpu()
+        plain = (
+            plain.clone(memory_format=torch.contiguous_format) if plain.numel() == 1 else plain.contiguous()
+        )
         is_small = plain.nbytes < SMALL
         schema.append([name, str(plain.dtype).removeprefix("torch."), list(plain.shape), repeated, is_small])
         raw = plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)

@@ -66,4 +66,4 @@ def crew(count: int, exact: bool = False) -> Crew:
 
 def gap(one: Tensor, other: Tensor) -> float:
     """Return how far one tensor is from another, relative to its size."""
-    return float((one - other).double().norm() / one.double().norm())
+    return float((one - other).double().norm() / one.double().norm().clamp(min=1e-300))

@@ -15,7 +15,6 @@ from coterie.engine.privacy import Privacy
 from coterie.engine.sharded_runtime import ShardedRuntime
 from coterie.engine.shards import Shards, dealt, tree_nodes, tree_sum
 from coterie.engine.worker_links import pack, unpack
-
 from tests.engine.sharding import BUFFERS, METHODS, MODELS, crew, federation, gap
 
 
