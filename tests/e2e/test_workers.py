@@ -54,19 +54,18 @@ def test_exact_runs_of_the_command_have_the_same_bits(tmp_path):
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=True
-    )
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(pid)]  # ends with 1 if there are none
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     return [int(line.split()[0]) for line in found.stdout.splitlines() if "coterie.train.worker" in line]
 
 
 def test_a_killed_worker_is_named_and_the_run_resumes(tmp_path):
     out = tmp_path / "run"
-    options = ["--rounds", "4000", "--checkpoint-every", "5", "--workers", "3", "--refit", "none"]
+    options = ["--rounds", "600", "--checkpoint-every", "5", "--workers", "3", "--refit", "none"]
     command = coterie("fit", *DATA, "--algorithm", "ditto", *options, "--out", str(out))
     running = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
-    while not (out / "checkpoint" / "latest.json").exists() and running.poll() is None:
+    while not (out / "checkpoint" / "checkpoint.json").exists() and running.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.1)
     assert running.poll() is None, running.stderr.read()
@@ -76,8 +75,6 @@ def test_a_killed_worker_is_named_and_the_run_resumes(tmp_path):
     assert running.returncode == 2
     assert f"worker 2 has died (process {victim}, SIGKILL), in round" in told and "coterie resume" in told
     assert not children(running.pid)
-    short = (out / "config.toml").read_text().replace("rounds = 4000", "rounds = 400")
-    assert "rounds = 400\n" in short
     subprocess.run(
         coterie("resume", str(out)), env=environment(), check=True, capture_output=True, timeout=300
     )
