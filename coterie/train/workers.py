@@ -323,7 +323,9 @@ def _ray(text: str, exact: bool) -> Iterator[Crew]:
     count = int(number)
     with ExitStack() as stack:
         if not ray.is_initialized():
-            ray.init(address=address or None, log_to_driver=False)
+            ray.init(
+                address=address or None, log_to_driver=False, include_dashboard=None if address else False
+            )
             stack.callback(ray.shutdown)
         host = ray.util.get_node_ip_address()
         store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)

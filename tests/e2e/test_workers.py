@@ -64,7 +64,7 @@ def test_a_killed_worker_is_named_and_the_run_resumes(tmp_path):
     options = ["--rounds", "600", "--checkpoint-every", "5", "--workers", "3", "--refit", "none"]
     command = coterie("fit", *DATA, "--algorithm", "ditto", *options, "--out", str(out))
     running = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not (out / "checkpoint" / "checkpoint.json").exists() and running.poll() is None:
         assert time.monotonic() < until
         time.sleep(0.1)
