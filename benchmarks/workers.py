@@ -3,14 +3,16 @@
     python benchmarks/workers.py [--clients 1000000] [--rows 10] [--features 20] [--workers 4] [--rounds 5]
 
 FedAvg with full-batch steps on a linear model. Traffic is counted in the links. The time of a round on M machines is
-modelled from parts measured here: the arithmetic of all clients divided by M, the server's own part, and M - 1 models
-down and sums up at the speed of a network that is assumed, with its latency. Writes benchmarks/results/workers.json.
+modelled from processor times measured here: the phases of all clients divided by M, the server's own part, and M - 1
+models down and sums up at the speed of a network that is assumed, with its latency.
+Errors are relative to float64. Writes benchmarks/results/workers.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -27,23 +29,26 @@ NETWORK = 1.25e9  # bytes a second: 10 Gbit/s
 LATENCY = 2e-4  # seconds of a message between two machines
 
 
-def federation(clients: int, rows: int, features: int) -> Federation:
+def federation(clients: int, rows: int, features: int, dtype: torch.dtype = torch.float32) -> Federation:
     """Return clients of one size with noise around a common line."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients * rows, features, generator=generator)
     y = x.sum(1) + torch.randn(clients * rows, generator=generator)
     names = [str(k) for k in range(clients)]
-    return Federation.from_rows(x, y, torch.full((clients,), rows), model=models.linear(), names=names)
+    sizes = torch.full((clients,), rows)
+    x, y = x.to(dtype), y.to(dtype)
+    return Federation.from_rows(x, y, sizes, model=models.linear(), names=names, dtype=dtype)
 
 
-def seconds(fed: Federation, method: Any, rounds: int, crew: Crew | None) -> tuple[float, Any]:
-    """Return the time of a round, without start and end: that of more rounds less that of fewer."""
+def seconds(fed: Federation, method: Any, rounds: int, crew: Crew | None) -> tuple[float, float, Any]:
+    """Return time and processor time (of this process) of a round: those of more rounds less those of fewer."""
     took = []
     for count in (2, 2 + rounds):
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         run = fit(fed, method, count, evaluate_every=0, workers=crew)
-        took.append(time.perf_counter() - begun)
-    return (took[1] - took[0]) / rounds, run
+        took.append((time.perf_counter() - begun, time.process_time() - used))
+    (short, short_used), (long, long_used) = took
+    return (long - short) / rounds, (long_used - short_used) / rounds, run
 
 
 def traffic(crew: Crew, fed: Federation, method: Any) -> float:
@@ -74,20 +79,28 @@ def main() -> None:
         found["bytes_per_round"] = {str(small.n): traffic(crew, small, method)}
         fed = federation(given.clients, given.rows, given.features)
         found["bytes_per_round"][str(fed.n)] = traffic(crew, fed, method)
-        found["one_process_s"], one = seconds(fed, method, given.rounds, None)
+        found["one_process_s"], found["one_process_cpu_s"], one = seconds(fed, method, given.rounds, None)
         before = list(crew.busy)
-        found["workers_s"], many = seconds(fed, method, given.rounds, crew)
-        busy = [after - then for after, then in zip(crew.busy, before, strict=True)]
-    found["busy_s"] = busy
+        found["workers_s"], found["server_cpu_s"], many = seconds(fed, method, given.rounds, crew)
+        phases = [(after - then) / (4 + given.rounds) for after, then in zip(crew.busy, before, strict=True)]
+    found["phases_cpu_s"] = phases  # of a round, by worker
+    found["server_cpu_s"] -= phases[0]
+    found["load"] = os.getloadavg()[0]
     found["speed_up"] = found["one_process_s"] / found["workers_s"]
-    found["gap"] = float((one.personal[0] - many.personal[0]).norm() / one.personal[0].norm())
+    exact = fit(
+        federation(given.clients, given.rows, given.features, torch.float64), method, 2 + given.rounds
+    )
+    for name, run in (("one_process", one), ("workers", many)):
+        found[f"{name}_error"] = float(
+            (run.personal[0] - exact.personal[0]).norm() / exact.personal[0].norm()
+        )
     size = found["bytes_per_round"][str(fed.n)] / (given.workers - 1)
     others = given.machines - 1
-    model = found["one_process_s"] / given.machines + others * (size / NETWORK + 4 * LATENCY)
+    model = sum(phases) / given.machines + found["server_cpu_s"] + others * (size / NETWORK + 4 * LATENCY)
     found["model"] = {
         "machines": given.machines,
         "round_s": model,
-        "speed_up": found["one_process_s"] / model,
+        "speed_up": found["one_process_cpu_s"] / model,
     }
     print(json.dumps(found, indent=2))
     (RESULTS / "workers.json").write_text(json.dumps(found, indent=2) + "\n")

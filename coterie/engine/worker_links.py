@@ -200,7 +200,7 @@ class Crew:
     sent, received : list of int
         Bytes sent to and received from each of the others.
     busy : list of float
-        Seconds that each worker has computed, the one in this process first.
+        Seconds of processor time of each worker's phases, the one in this process first.
     """
 
     def __init__(self, own: ShardWorker, links: Sequence[Link], exact: bool = False, here: int = 1) -> None:
