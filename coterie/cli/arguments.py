@@ -64,6 +64,14 @@ StateMemoryOption = Annotated[
         help="memory for client state; the rest is kept on disk",
     ),
 ]
+WorkersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        help="share the clients over N processes, or those of torchrun, slurm or ray:N",
+    ),
+]
 MetricOption = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie._core import files
-from coterie._core.errors import SettingError
+from coterie._core.errors import SettingError, nearest
 from coterie._core.files import read_toml
 from coterie.algorithms import make
 from coterie.cli import console, federate_trust
@@ -22,6 +22,7 @@ from coterie.cli.arguments import (
     JsonOption,
     KeepOption,
     L2Option,
+    ModelOption,
     RoundsOption,
     SeedOption,
     SetOption,
@@ -42,6 +43,7 @@ from coterie.deploy.federation_plan import promised
 from coterie.deploy.membership import NODE_CONFIG
 from coterie.deploy.policy import Policy
 from coterie.engine.aggregate import Aggregate
+from coterie.models.table_models import TABLE_MODELS
 from coterie.train.private import as_plan
 
 app = typer.Typer(
@@ -170,6 +172,7 @@ def run(
         str, typer.Option(metavar="WHICH", help="models to deploy: 'last', or 'best' by validation loss")
     ] = "last",
     l2: L2Option = None,
+    model: ModelOption = "linear",
     deadline: DeadlineOption = 60.0,
     wait: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="time limit for nodes to appear at the start")
@@ -203,6 +206,8 @@ def run(
         federation_folder.submit(opened, [job], insecure)
     else:
         method = make(algorithm, **assignments(settings or []))
+        if model not in TABLE_MODELS:
+            raise SettingError(f"no model {model!r} for tables.{nearest(model, TABLE_MODELS)}")
         if select not in ("last", "best"):
             raise SettingError(f"--select {select!r}: choose 'last' or 'best'")
         plan = {
@@ -222,6 +227,7 @@ def run(
             insecure,
             seed=seed,
             l2=l2,
+            model=model,
             deadline=deadline,
             patience=wait,
             secure=secure,

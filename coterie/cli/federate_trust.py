@@ -90,6 +90,10 @@ def policy(
             metavar="METHOD", help="also allow this method, with all of its phases (may be repeated)"
         ),
     ] = None,
+    allow_model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="also allow this model, such as mlp (may be repeated)"),
+    ] = None,
     approve: Annotated[bool, typer.Option("--approve", help="let every run wait for your approval")] = False,
 ) -> None:
     """Write a strict policy for a node's table and explain it. Edit policy.toml to change it."""
@@ -97,7 +101,9 @@ def policy(
     frame = tables.read(bundled.resolve(data))
     known, groups = known_and_groups(cluster)
     roles = Roles(client, target, known, task, tuple(drop or ()), groups=groups)
-    made = Policy.strict(frame, roles, min_rows=min_rows, approve=approve).allowing(allow or ())
+    made = Policy.strict(frame, roles, min_rows=min_rows, approve=approve).allowing(
+        allow or (), allow_model or ()
+    )
     made.write(folder / policies.FILE)
     console.show(f"{folder / policies.FILE}:", *made.explain())
 

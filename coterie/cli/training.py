@@ -39,6 +39,7 @@ from coterie.cli.arguments import (
     TargetOption,
     TaskOption,
     UnitOption,
+    WorkersOption,
     assignments,
     find_table,
     grouping_columns,
@@ -52,6 +53,7 @@ from coterie.cli.arguments import (
 )
 from coterie.cli.models import report_beside
 from coterie.engine.federation import Federation
+from coterie.engine.worker_links import WorkerLost
 from coterie.report.tables import certified, comparison_tables, run_notes, run_summary, run_table
 from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
@@ -64,6 +66,7 @@ from coterie.select.tune import search_table
 from coterie.train.adapters import keep_adapters
 from coterie.train.fit import resume as go_on
 from coterie.train.run import Run
+from coterie.train.workers import serve_others
 
 SPLIT_TEXT = "0.6,0.2,0.2"
 
@@ -185,6 +188,10 @@ def fit(
     delta: DeltaOption = 1e-5,
     unit: UnitOption = "client",
     state_memory: StateMemoryOption = None,
+    workers: WorkersOption = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="the same bits whatever the number of workers is")
+    ] = False,
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
     ] = None,
@@ -192,6 +199,7 @@ def fit(
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
+    serve_others(workers)
     given = assignments(settings or [])
     from_theory, algorithm = truth(given.pop("theory", "false")), method_for(model, algorithm)
     method = "auto" if algorithm == "auto" else make(algorithm, **given)
@@ -241,6 +249,8 @@ def fit(
             target=accuracy,
             aggregate=aggregate,
             privacy=privacy,
+            workers=workers,
+            exact=exact,
         )
     if accuracy is not None:
         console.notes([certified(run, accuracy)])
@@ -316,12 +326,16 @@ def resume(
         bool, typer.Option("--anyway", help="go on although threads, device or versions differ")
     ] = False,
     state_memory: StateMemoryOption = None,
+    workers: WorkersOption = None,
     json: JsonOption = None,
 ) -> None:
     """Go on with an interrupted run; the result is the same as without the interruption."""
+    serve_others(workers)
     require_place(json)
     with _resumable(run), console.progress() as watch:
-        finished = go_on(run, anyway=anyway, watch=_rounds(watch, run.name), state_memory=state_memory)
+        finished = go_on(
+            run, anyway=anyway, watch=_rounds(watch, run.name), state_memory=state_memory, workers=workers
+        )
     _finished(finished, json)
 
 
@@ -411,10 +425,10 @@ def _rounds(watch: Callable[[str, int, int], None], what: str) -> Callable[[int,
 
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
-    """Say, when the user stops a run, how to go on with it."""
+    """Say, when the user stops a run or a worker dies, how to go on with it."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, WorkerLost):
         if (folder / "config.toml").exists():
             console.notes([f"Stopped. Go on with: coterie resume {folder}"])
         raise

@@ -28,7 +28,11 @@ from coterie.deploy.transport import NodeCaller
 from coterie.engine import local_runtime
 from coterie.engine.aggregate import PLAIN
 from coterie.engine.federation import Federation
+from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Runtime
+from coterie.engine.shard_worker import ShardWorker
+from coterie.engine.sharded_runtime import ShardedRuntime
+from coterie.engine.worker_links import Crew, DirectLink
 from coterie.models.description import description
 from coterie.train.run import Run
 
@@ -157,6 +161,19 @@ def _loopback(algorithm: Algorithm, options: Options) -> Iterator[Host]:
 
 
 @contextmanager
+def _sharded(algorithm: Algorithm, options: Options) -> Iterator[Host]:
+    """Three workers of a sharded simulation, two of which see packed messages only."""
+    fed = _local(algorithm, options)
+    workers = [ShardWorker(maker(algorithm)) for _ in range(3)]
+    home = fed.runtime
+    assert isinstance(home, LocalRuntime)
+    fed.runtime = ShardedRuntime.open(Crew(workers[0], [DirectLink(worker) for worker in workers[1:]]), home)
+    yield Host(
+        fed, [block for worker in workers for shard in worker.shards.values() for block in shard.blocks]
+    )
+
+
+@contextmanager
 def _remote(algorithm: Algorithm, options: Options) -> Iterator[Host]:
     """Three nodes with tables, state files and models of their own, as across a network."""
     frame = table()
@@ -189,5 +206,6 @@ RUNTIMES: dict[str, Open] = {
     "stacked": _stacked,
     "loop": _loop,
     "loopback": _loopback,
+    "sharded": _sharded,
     "remote": _remote,
 }

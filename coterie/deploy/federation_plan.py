@@ -25,10 +25,11 @@ from coterie.deploy.secure_sums import SumCaller
 from coterie.deploy.transport import Envelope, Late, NodeCaller
 from coterie.engine.build import encode_clusters
 from coterie.engine.federation import Federation
-from coterie.engine.from_table import SPLIT, default_model, encoded
+from coterie.engine.from_table import SPLIT, encoded
 from coterie.engine.privacy import Privacy
 from coterie.engine.private_statistics import SHARE
 from coterie.models.description import description, from_description
+from coterie.models.table_models import table_model
 from coterie.train.predict import fitted_to
 
 FEDERATED = "federated"  # marks the data of a run that a resume cannot read from a file
@@ -49,7 +50,9 @@ class RunRequest:
     l2 : float or None
         Ridge penalty of the model; None takes the default model of the task.
     model : dict or None
-        Description of the model to train, if it is not linear.
+        Description of the model to train, if the method brings its own.
+    kind : str
+        Which built-in model for tables to train otherwise: a key of `TABLE_MODELS`.
     proposal : dict or None
         The algorithm, its settings and the rounds, which owners of nodes see before they approve a run.
     secure : bool
@@ -63,6 +66,7 @@ class RunRequest:
     split: tuple[float, float, float] = SPLIT
     l2: float | None = None
     model: dict[str, Any] | None = None
+    kind: str = "linear"
     proposal: dict[str, Any] | None = None
     secure: bool = False
     privacy: dict[str, Any] | None = None
@@ -173,7 +177,9 @@ def survey(
     ids = {node: [number[name] for name in mine] for node, mine in clients.items()}
     spec = federated.merge(told, request.roles)
     wanted = (
-        default_model(spec.task, request.l2) if request.model is None else from_description(request.model)
+        table_model(request.kind, spec.task, request.l2)
+        if request.model is None
+        else from_description(request.model)
     )
     preprocessor, model = encoded(spec, _sums(caller, told, ids, request, spec, run), wanted)
     model = fitted_to(model, preprocessor)

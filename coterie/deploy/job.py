@@ -53,6 +53,8 @@ class JobRequest:
         Seed of splits and random draws.
     l2 : float or None
         Ridge penalty of the model; None takes the default model.
+    model : str
+        Built-in model for tables, such as 'mlp'.
     deadline : float
         Seconds to wait for the reply to a call.
     patience : float
@@ -72,6 +74,7 @@ class JobRequest:
     nodes: dict[str, list[str]]  # clients that each node is expected to have
     seed: int = 0
     l2: float | None = None
+    model: str = "linear"
     deadline: float = 60.0
     patience: float = 60.0
     run: str = ""
@@ -149,6 +152,7 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
             request.seed,
             l2=request.l2,
             model=model,
+            kind=request.model,
             proposal=proposal,
             secure=request.secure,
             privacy=None if privacy is None else privacy.to_json(),

@@ -1,19 +1,20 @@
-"""Calls of a phase and their answers as wire messages."""
+"""What a node makes of a call of a phase, and what the server makes of its answer."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.deploy import wire
-from coterie.engine.compressors import compressor
+from coterie.engine.call_messages import ask as ask
+from coterie.engine.call_messages import read
+from coterie.engine.call_messages import under as under
 from coterie.engine.encoding import Encoded, encoding_keys
 from coterie.engine.local_runtime import LocalRuntime
-from coterie.engine.protocol import Call, FederatedAlgorithm, Visits, visit_keys
+from coterie.engine.protocol import Call, FederatedAlgorithm, visit_keys
 from coterie.models.metrics import Metric, resolve
 
 
@@ -21,58 +22,6 @@ from coterie.models.metrics import Metric, resolve
 def phases(algorithm: type[FederatedAlgorithm]) -> frozenset[str]:
     """Return what a node may run of an algorithm: the phases of which it says what they reveal."""
     return frozenset({"deploy", *algorithm.reveals, *(["begin"] if algorithm.begin is not None else [])})
-
-
-def ask(
-    call: Call,
-    visits: Visits,
-    mine: Tensor,
-    at: Tensor,
-    welcome: dict[str, Any] | None = None,
-    lasting: bool = False,
-    split: str = "",
-    metrics: Sequence[Metric] = (),
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return header and tensors of the message that asks a node for its visits of a call.
-
-    Parameters
-    ----------
-    call, visits
-        The call, and all its visits.
-    mine
-        Which of the visits go to this node, [k].
-    at
-        Positions of the visited clients on the node, [k].
-    welcome
-        Arguments of `begin`, which the clients run first; None if they have begun.
-    lasting
-        Whether the clients keep what the phase puts into `keep`.
-    split
-        Score the deployed models on this split instead of returning values.
-    metrics
-        What is scored then.
-    """
-    tensors = {"at": at}
-    if visits.nth is not None:
-        tensors["nth"] = visits.nth[mine]
-    start = welcome or {}
-    tensors |= {f"each.{name}": value[mine] for name, value in call.each.items()}
-    tensors |= {f"shared.{name}": value for name, value in call.shared.items() if isinstance(value, Tensor)}
-    tensors |= {f"welcome.{name}": value for name, value in start.items() if isinstance(value, Tensor)}
-    header = {
-        "algorithm": call.algorithm.name,
-        "phase": call.phase,
-        "round": call.round,
-        "call": call.call,
-        "numbers": {name: value for name, value in call.shared.items() if not isinstance(value, Tensor)},
-        "begins": welcome is not None,
-        "welcome_numbers": {name: value for name, value in start.items() if not isinstance(value, Tensor)},
-        "lasting": lasting,
-        "split": split,
-        "metrics": [metric.name for metric in metrics],
-        "compress": str(call.compress) if call.compress is not None else "",
-    }
-    return header, tensors
 
 
 def run(
@@ -101,17 +50,7 @@ def run(
     """
     if header["algorithm"] != algorithm.name or header["phase"] not in phases(type(algorithm)):
         raise wire.WireError(f"{algorithm.name} has no phase {header['phase']!r}")
-    call = Call(
-        algorithm,
-        header["phase"],
-        header["round"],
-        header["call"],
-        {**header["numbers"], **under("shared.", tensors)},
-        under("each.", tensors),
-        compressor(header["compress"]) if header["compress"] else None,
-    )
-    welcome = {**header["welcome_numbers"], **under("welcome.", tensors)} if header["begins"] else None
-    visits = Visits(tensors.get("at"), tensors.get("nth"))
+    call, visits, welcome = read(algorithm, header, tensors)
     if header["split"]:
         asked = named_metrics(runtime, header)
         answer = runtime.evaluate(call, visits, header["split"], asked, welcome)
@@ -151,8 +90,3 @@ def unpack(
         named[name] = one.decode(packed, encoding_keys(keys, ordinal), length, dtype)
         encoded[name] = Encoded(ordinal, length, dtype, one.floats(length), packed.shape[-1])
     return encoded
-
-
-def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

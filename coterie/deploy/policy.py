@@ -19,6 +19,7 @@ from coterie.data import federated, grouping
 from coterie.data.federated import Roles
 from coterie.models.description import description
 from coterie.models.metrics import names
+from coterie.models.table_models import TABLE_MODELS
 
 if TYPE_CHECKING:
     import polars
@@ -139,8 +140,8 @@ class Policy:
                 offered[name] = "empty" if one.kind == "empty" else str(kinds[name])
         return cls(dataclasses.replace(roles, drop=(), keep=(), groups=()), offered, **more)
 
-    def allowing(self, methods: Sequence[str]) -> Policy:
-        """Return the policy with further methods allowed, with the kinds of phases and the models that they need."""
+    def allowing(self, methods: Sequence[str], models: Sequence[str] = ()) -> Policy:
+        """Return the policy with further methods allowed, with the phases and models that they need, and models."""
         known = all_algorithms()
         for name in methods:
             if name not in known:
@@ -150,8 +151,11 @@ class Policy:
         algorithms = tuple(dict.fromkeys([*(self.algorithms or ()), *methods]))
         own = [known[name]().trial_model(1) for name in methods]
         needed = [description(one)["model"] for one in own if one is not None]
-        models = None if self.models is None else tuple(dict.fromkeys([*self.models, *needed]))
-        return dataclasses.replace(self, reveal=reveal, algorithms=algorithms, models=models)
+        for model in models:
+            if model not in TABLE_MODELS:
+                raise SettingError(f"no model {model!r} for tables.{nearest(model, TABLE_MODELS)}")
+        allowed = None if self.models is None else tuple(dict.fromkeys([*self.models, *needed, *models]))
+        return dataclasses.replace(self, reveal=reveal, algorithms=algorithms, models=allowed)
 
     @classmethod
     def read(cls, path: Path) -> Policy:

@@ -27,8 +27,8 @@ from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, V
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
+from coterie.engine.sums import AwayReplies, Held, SummedReplies, Total
 from coterie.engine.sums import Clients as HeldBy
-from coterie.engine.sums import Held, SummedReplies, Total
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 
@@ -87,7 +87,8 @@ class Federation:
         self.begun = torch.zeros(self.n, dtype=torch.bool, device=device)
         self.round, self._calls, self._all_begun = 0, 0, False
         self._state: State | None = None
-        self._sampled: tuple[Tensor | None, Any] = None, None  # the last cohort, and whence others come
+        # the last cohort, whence others come, and its round and size
+        self._sampled: tuple[Tensor | None, Any, tuple[int, int] | None] = None, None, None
 
     @classmethod
     def from_arrays(
@@ -245,7 +246,7 @@ class Federation:
             return None
         count = max(1, round(fraction * self.n))
         ids = self._draws.cohort(t, self.n, count).to(self.device)
-        self._sampled = (ids, lambda later: self._draws.cohort(later, self.n, count))
+        self._sampled = ids, lambda later: self._draws.cohort(later, self.n, count), (t, count)
         return ids
 
     def uniform(self, purpose: str, t: int, count: int = 1) -> Tensor:
@@ -402,9 +403,9 @@ class Federation:
         link: str,
         compress: Compressor | None = None,
     ) -> Replies:
-        sampled, coming = self._sampled
-        again = None if ids is None or ids is sampled else lambda: self._moved(occurrences(ids))
-        visits = Visits(self._moved(ids), again, coming if ids is sampled else None)
+        drawn = ids is not None and ids is self._sampled[0]
+        again = None if ids is None or drawn else lambda: self._moved(occurrences(ids))
+        visits = Visits(self._moved(ids), again, *(self._sampled[1:] if drawn else ()))
         asked = self.everyone if visits.at is None else visits.at
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
         self._calls += 1
@@ -412,6 +413,8 @@ class Federation:
         if answer.came is not None:
             asked, each = asked[answer.came], {name: value[answer.came] for name, value in each.items()}
             self._note_absent(phase, answer)
+        if answer.away is not None and (self.byzantine or self.privacy is not None):
+            answer = answer.away.fetched(answer)
         if self.byzantine:
             base = randomness.key(self.seed, "byzantine", self.round, self._calls)
             answer = lied(answer, asked, self.byzantine, base)
@@ -428,7 +431,8 @@ class Federation:
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
             asked = asked[answer.good]
-            named = {name: value[answer.good] for name, value in named.items()}
+            if answer.away is None:
+                named = {name: value[answer.good] for name, value in named.items()}
         sizes = self.sizes if asked is self.everyone else self.sizes[asked]
         if held is not None:
             return self._summed(algorithm, phase, link, asked, sizes, held)
@@ -436,6 +440,10 @@ class Federation:
         def note(far: Tensor) -> None:
             self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
 
+        if answer.away is not None:
+            return AwayReplies(
+                asked, named, sizes, self.aggregate, note, held=answer.away, asks=phase, away=answer.away
+            )
         return Replies(asked, named, sizes, self.aggregate, note)
 
     def _summed(

@@ -154,12 +154,7 @@ def encoded(
     return preprocessor, model.with_levels(preprocessor.levels)
 
 
-def default_model(task: str, l2: float | None = None) -> Model:
-    """Return the model for a table where none is named: linear in the features."""
-    return table_model("linear", task, l2)
-
-
 def _model(model: Model | str | None, task: str, l2: float | None) -> Model:
     if model is None:
-        return default_model(task, l2)
+        return table_model("linear", task, l2)
     return table_model(model, task, l2) if isinstance(model, str) else as_model(model)

@@ -23,7 +23,7 @@ from coterie.models.metrics import Metric
 if TYPE_CHECKING:
     from coterie.engine.client import Client
     from coterie.engine.federation import Federation
-    from coterie.engine.sums import Held
+    from coterie.engine.sums import Away, Held
     from coterie.models.base import Model
 
 
@@ -77,12 +77,14 @@ class Visits:
     """Who is visited: positions in the runtime (None: everybody, once), and which visit of the call it is.
 
     `repeats` is `nth` or counts it when somebody asks; `coming` tells who will be visited in a later round, as far as
-    that can be known.
+    that can be known. `cohort` (round, count) says that these are so many clients drawn for a round, so that whoever
+    knows the seed can draw them again.
     """
 
     at: Tensor | None
     repeats: Tensor | Callable[[], Tensor | None] | None = None
     coming: Callable[[int], Tensor] | None = None
+    cohort: tuple[int, int] | None = None
 
     @functools.cached_property
     def nth(self) -> Tensor | None:
@@ -98,7 +100,8 @@ class Answer:
 
     Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
     other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
-    have lost what they kept and must begin again. Where only sums leave a node, `held` is where the values are.
+    have lost what they kept and must begin again. Where only sums leave a node, `held` is where the values are. Where
+    they are in another process of a simulation, `away` fetches them, and `named` has their shapes only.
     """
 
     named: dict[str, Any]
@@ -108,6 +111,7 @@ class Answer:
     why: dict[int, str] = field(default_factory=dict)
     forgot: Tensor | None = None
     held: Held | None = None
+    away: Away | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,9 @@ class Runtime(Protocol):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     workers: int = 1  # threads that compute clients side by side; they decide the last bits of sums
+    processes: int | str = (
+        1  # that share the clients; they decide the last bits too, unless it is "any number"
+    )
 
     def fresh(self, seed: int | None = None) -> Runtime:
         """Return the same clients and rows with no state kept; `seed` replaces the seed of random draws."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered, SettingError
-from coterie.engine.protocol import Call
+from coterie.engine.protocol import Answer, Call
 from coterie.engine.replies import UNNAMED, Replies
 from coterie.models.fast.lazy_models import materialize
 
@@ -75,6 +75,16 @@ class Held(Protocol):
 
     def total(self, request: SumRequest) -> Total:
         """Return a sum of the answers."""
+
+
+class Away(Held, Protocol):
+    """Answers to one call that are in other processes of a simulation, which add them up or send them."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the finite answers [k, ...]."""
+
+    def fetched(self, answer: Answer) -> Answer:
+        """Return the answer with all its values."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,56 @@ class SummedReplies(Replies):
 
 
 @dataclass(frozen=True)
+class AwayReplies(SummedReplies):
+    """Replies in other processes: means and sums are made there, and single answers fetched when they are read.
+
+    Parameters
+    ----------
+    away
+        Where the answers are; `named` has their shapes and types.
+    """
+
+    away: Away | None = None
+
+    @property
+    def single(self) -> bool:
+        """True: single answers can be read."""
+        return True
+
+    def __getitem__(self, name: str) -> Tensor:
+        assert self.away is not None
+        return self.away[name]
+
+    def mean(
+        self,
+        name: str = UNNAMED,
+        *,
+        uniform: bool = False,
+        by: Tensor | str | None = None,
+        default: Tensor | None = None,
+    ) -> Tensor:
+        """Average over the clients that answered; see `Replies.mean`."""
+        summable = self.aggregate.plain and not (isinstance(by, str) and default is None)
+        take = SummedReplies.mean if summable else Replies.mean
+        return take(self, name, uniform=uniform, by=by, default=default)
+
+    def sum(self, name: str = UNNAMED) -> Tensor:
+        """Return the sum over the clients that answered, in the type of the answers; see `Replies.sum`."""
+        if len(self) == 0:
+            return Replies.sum(self, name)
+        assert self.away is not None
+        total = self.away.total(SumRequest(name, uniform=True))
+        return total.values[0].to(device=self.weights.device, dtype=self.named[name].dtype)
+
+    def count(self, by: Tensor | str, groups: int, *, uniform: bool = True) -> Tensor:
+        """Return how many of the clients that answered are in each cluster; see `Replies.count`."""
+        if not isinstance(by, str) or len(self) == 0:
+            return Replies.count(self, by, groups, uniform=uniform)
+        found = SummedReplies.count(self, by, groups, uniform=uniform).to(self.weights.device)
+        return found.round().long() if uniform else found.to(self.weights)
+
+
+@dataclass(frozen=True)
 class Clients:
     """Answers of the clients of one place to one call, and what they were sent.
 
@@ -195,12 +255,12 @@ class Clients:
     def members(self, request: SumRequest) -> Tensor:
         """Return which client is in which cluster, [K, k]."""
         if request.groups is None:
-            return torch.ones(1, len(self.ids), dtype=torch.float64)
+            return torch.ones(1, len(self.ids), dtype=torch.float64, device=self.ids.device)
         if isinstance(request.groups, str):
             labels: Tensor = materialize(self.named[request.groups]).squeeze(-1).round().long()
         else:
             labels = request.groups[self.ids]
-        return (labels == torch.arange(request.count).unsqueeze(-1)).double()
+        return (labels == torch.arange(request.count, device=labels.device).unsqueeze(-1)).double()
 
     def shape(self, request: SumRequest) -> tuple[int, ...]:
         """Return the shape of one answer."""

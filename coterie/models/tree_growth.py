@@ -16,6 +16,7 @@ from coterie._core.errors import SettingError, nearest
 from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, SHARE, THRESHOLD, void
 from coterie.models.trees import Trees
 
+TIE = 1e-12  # relative difference of gains that is a matter of rounding
 ORDERING = 10.0  # curvature added to each level of a category when levels are put in order
 
 
@@ -111,7 +112,9 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
         parent = parent + _score(total, rules.smoothing, 2)
     gains = gains - parent.view(nodes, 1, 1, 1)
     gains = torch.where(allowed, gains, -torch.inf).flatten(1)
-    gain, where = gains.max(1)
+    gain = gains.max(1).values
+    close = TIE * (gain.abs() + parent.abs())  # a tie goes to the first, whatever the last digits of sums are
+    where = (gains >= (gain - close).unsqueeze(1)).int().argmax(1)
     count, node = features * (bins - 1), torch.arange(nodes, device=where.device)
     stays, feature, place = where // count, where % count // (bins - 1), where % (bins - 1)
     chosen = left.flatten(1, 3)[node, where]

@@ -10,6 +10,7 @@ from coterie.algorithms import Algorithm, make
 from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
 from coterie.engine.privacy import Privacy
+from coterie.engine.worker_links import Crew
 from coterie.models.metrics import Metric
 from coterie.select.auto import fit_chosen
 from coterie.select.grid import suited
@@ -17,6 +18,7 @@ from coterie.train import fit as training
 from coterie.train.rounds import Watch
 from coterie.train.run import Run
 from coterie.train.track import Tracker
+from coterie.train.workers import come_home, sharded
 
 
 def fit(
@@ -38,6 +40,8 @@ def fit(
     target: float | None = None,
     aggregate: str | Aggregate | None = None,
     privacy: Privacy | None = None,
+    workers: int | str | Crew | None = None,
+    exact: bool = False,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -54,7 +58,9 @@ def fit(
     unless told otherwise, "all" on test rows too, "none"; scores stay those of the models before. With a `target`
     training stops as soon as the method proves that its objective is at most that far above the minimum (`flix`).
     `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
-    `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client.
+    `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client. `workers` shares the
+    clients over processes: a number of them on this machine, "torchrun", "slurm" or "ray:N"; with `exact` the result
+    has the same bits whatever their number is.
     """
     if algorithm == "auto":
         if target is not None:
@@ -63,16 +69,18 @@ def fit(
             raise SettingError("a race takes no aggregate= or privacy=; fit the method it chose with them")
         if track is not None:
             raise SettingError("a race has many runs; fit the method it chose with track= instead")
-        return fit_chosen(
-            fed,
-            rounds,
-            out,
-            score_test=score_test,
-            watch=watch,
-            metric=metric,
-            metrics=metrics,
-            refit=refit or "validation",
-        )
+        with sharded(fed, workers, exact) as spread:
+            run = fit_chosen(
+                spread,
+                rounds,
+                out,
+                score_test=score_test,
+                watch=watch,
+                metric=metric,
+                metrics=metrics,
+                refit=refit or "validation",
+            )
+            return run if spread is fed else come_home(run)
     method = make(algorithm) if isinstance(algorithm, str) else algorithm
     return training.fit(
         fed,
@@ -92,4 +100,6 @@ def fit(
         target=target,
         aggregate=aggregate,
         privacy=privacy,
+        workers=workers,
+        exact=exact,
     )

@@ -132,9 +132,9 @@ def load(folder: Path, fed: Federation) -> Progress | None:
         )
     tensors, note = files.read_tensors(path)
     tensors = {name: broadcast.to(value, fed.device) for name, value in tensors.items()}
+    fed.model.measured().update(note["decisions"])
     fed.runtime.restore(_under("store.", tensors))
     fed.restore_begun(tensors["begun"])
-    fed.model.measured().update(note["decisions"])
     private.restore(fed, note.get("privacy"))
     fed.left_out = [(int(t), int(k), str(why)) for t, k, why in note["left_out"]]
     for row in note["ledger"]:

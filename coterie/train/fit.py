@@ -15,6 +15,7 @@ from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
 from coterie.engine.privacy import Privacy
 from coterie.engine.resplit import merged
+from coterie.engine.worker_links import Crew
 from coterie.models.metrics import Metric, resolve
 from coterie.train import checkpoint, private
 from coterie.train import rounds as loop
@@ -24,6 +25,7 @@ from coterie.train.rounds import Watch
 from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
 from coterie.train.track import Tracker, tracker
+from coterie.train.workers import come_home, sharded
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ def fit(
     target: float | None = None,
     aggregate: str | Aggregate | None = None,
     privacy: Privacy | None = None,
+    workers: int | str | Crew | None = None,
+    exact: bool = False,
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -90,6 +94,11 @@ def fit(
         and on nodes 'screen,cap'.
     privacy
         What the run may cost of the clients' privacy; None adds no noise.
+    workers
+        Share the clients over so many processes, or over those of 'torchrun', 'slurm' or 'ray:N'
+        (`coterie.train.workers`); None computes all of them in this one.
+    exact
+        Give the same bits whatever the number of workers is.
 
     Returns
     -------
@@ -109,7 +118,7 @@ def fit(
     >>> run.personal.shape[0] == fed.n
     True
     """
-    algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
+    algorithm, given = make(algorithm) if isinstance(algorithm, str) else algorithm, fed
     if rounds < 0:
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
@@ -129,32 +138,37 @@ def fit(
         **target_plan(fed, algorithm, target, rounds),
         **({} if aggregate is None else {"aggregate": str(_rule(aggregate))}),
         **private.as_plan(privacy),
+        **({} if workers is None else {"workers": len(workers) if isinstance(workers, Crew) else workers}),
+        **({"exact": True} if exact else {}),
     }
     if out is not None:
         RunFolder.require_free(Path(out))
     follower = tracker(track, None if out is None else Path(out)) if isinstance(track, str) else track
-    fed = fed.fresh()
-    _limit_state(fed, state_memory)
     started = time.perf_counter()
-    with loop.threads_for(fed, algorithm):
-        secret = private.new_secret()
-        _protect(fed, algorithm, plan, secret)
-        progress = loop.begin(fed, algorithm, plan)
-        folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
-        if folder is not None and "epsilon" in plan:
-            private.keep_secret(folder.path, secret)
-        if follower is not None:
-            follower.begin(fed, algorithm, plan)
-            follower.scored(fed, 0, progress.history)
-            watch = _followed(follower, fed, progress, watch)
-        try:
-            loop.advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
-            run = loop.finish(fed, algorithm, progress, plan, started)
-        except Diverged:
-            if folder is not None:
-                shutil.rmtree(folder.path, ignore_errors=True)
-            raise
-    _complete(run, plan, folder)
+    with sharded(fed, workers, exact, algorithm) as spread:
+        fed = spread.fresh()
+        _limit_state(fed, state_memory)
+        with loop.threads_for(fed, algorithm):
+            secret = private.new_secret()
+            _protect(fed, algorithm, plan, secret)
+            progress = loop.begin(fed, algorithm, plan)
+            folder = RunFolder.create(Path(out), fed, algorithm, plan) if out is not None else None
+            if folder is not None and "epsilon" in plan:
+                private.keep_secret(folder.path, secret)
+            if follower is not None:
+                follower.begin(fed, algorithm, plan)
+                follower.scored(fed, 0, progress.history)
+                watch = _followed(follower, fed, progress, watch)
+            try:
+                loop.advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
+                run = loop.finish(fed, algorithm, progress, plan, started)
+            except Diverged:
+                if folder is not None:
+                    shutil.rmtree(folder.path, ignore_errors=True)
+                raise
+        _complete(run, plan, folder)
+        if spread is not given:
+            come_home(run)
     if follower is not None:
         follower.end(run)
     return run
@@ -206,6 +220,7 @@ def resume(
     watch: Watch | None = None,
     anyway: bool = False,
     state_memory: float | None = None,
+    workers: int | str | Crew | None = None,
 ) -> Run:
     """Continue a run from its last checkpoint; the result has the bytes of an uninterrupted run.
 
@@ -221,6 +236,9 @@ def resume(
         Continue although threads, device, dtype or versions differ from those that the run recorded.
     state_memory
         As in `fit`.
+    workers
+        As in `fit`; None means as many as the run began with. Another number gives the same bits if the run is
+        `exact`, and otherwise needs `anyway`.
 
     Returns
     -------
@@ -247,22 +265,27 @@ def resume(
         raise RunError(f"{path} holds adapted models; there is nothing to resume")
     with folder.reading():
         algorithm, plan = folder.algorithm(), folder.plan()
-        fed = (folder.federation() if fed is None else fed).fresh()
-    _limit_state(fed, state_memory)
+        given = folder.federation() if fed is None else fed
+    how, exact = plan.get("workers") if workers is None else workers, plan.get("exact", False)
     started = time.perf_counter()
-    with loop.threads_for(fed, algorithm):
-        folder.check_same(fed, anyway)
-        secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
-        _protect(fed, algorithm, plan, secret)
-        with folder.reading():
-            progress = checkpoint.load(folder.checkpoints, fed)
-        progress = progress or loop.begin(fed, algorithm, plan)
-        finished = folder.finished()
-        if not finished:
-            folder.sweep()
-        loop.advance(fed, algorithm, progress, plan, plan["rounds"], None if finished else folder, watch)
-        run = loop.finish(fed, algorithm, progress, plan, started)
-    _complete(run, plan, None if finished else folder)
+    with sharded(given, how, exact, algorithm) as spread:
+        fed = spread.fresh()
+        _limit_state(fed, state_memory)
+        with loop.threads_for(fed, algorithm):
+            folder.check_same(fed, anyway)
+            secret = private.read_secret(folder.path, folder.finished()) if "epsilon" in plan else b""
+            _protect(fed, algorithm, plan, secret)
+            with folder.reading():
+                progress = checkpoint.load(folder.checkpoints, fed)
+            progress = progress or loop.begin(fed, algorithm, plan)
+            finished = folder.finished()
+            if not finished:
+                folder.sweep()
+            loop.advance(fed, algorithm, progress, plan, plan["rounds"], None if finished else folder, watch)
+            run = loop.finish(fed, algorithm, progress, plan, started)
+        _complete(run, plan, None if finished else folder)
+        if spread is not given:
+            come_home(run)
     run.folder = folder.path
     return run
 

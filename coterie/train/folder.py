@@ -201,7 +201,7 @@ class RunFolder:
     def check_same(self, fed: Federation, anyway: bool) -> None:
         """Raise `RunError` if the data have changed or, unless `anyway`, the environment has."""
         self.check_rows(fed)
-        recorded, now = files.read_json(self.path / "environment.json"), environment(fed)
+        recorded, now = {"processes": 1, **files.read_json(self.path / "environment.json")}, environment(fed)
         differing = {k: (recorded.get(k), now[k]) for k in EXACT if recorded.get(k) != now[k]}
         if differing and not anyway:
             changes = ", ".join(f"{name}: {old} then, {new} now" for name, (old, new) in differing.items())
@@ -231,7 +231,7 @@ def _is_run(path: Path) -> bool:
     return True
 
 
-EXACT = ("coterie", "torch", "threads", "device", "dtype", "stack")
+EXACT = ("coterie", "torch", "threads", "processes", "device", "dtype", "stack")
 
 
 def environment(fed: Federation) -> dict[str, Any]:
@@ -241,6 +241,7 @@ def environment(fed: Federation) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "threads": max(torch.get_num_threads(), fed.runtime.workers),
+        "processes": fed.runtime.processes,
         "device": str(fed.device),
         "dtype": str(fed.dtype),
         "stack": fed.runtime.stack_size(0),

@@ -29,6 +29,7 @@ from coterie.models.fast.operations import (
 )
 from coterie.models.fast.winograd import Winograd
 from coterie.models.flat_module import FlatModule, channels_last
+from coterie.models.measuring import is_untimed
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch
@@ -213,6 +214,8 @@ class ManualBackprop:
         key = f"conv {layer.out_channels} {layer.padding} {scale} {x.dtype} {torch.get_num_threads()} threads"
         with MEASURING:
             if key not in self.decisions:
+                if is_untimed():
+                    return Direct(layer)
                 backends: tuple[Operation, ...] = (Direct(layer), Winograd(layer, x))
                 direct, tiled = _seconds(backends, x, parts)
                 self.decisions[key] = "winograd" if tiled < WORTHWHILE * direct else "direct"
