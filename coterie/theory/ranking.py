@@ -1,8 +1,8 @@
 """Ranks of methods over data sets: Friedman's test, Nemenyi's critical difference, and the Pareto front.
 
-Demšar, "Statistical Comparisons of Classifiers over Multiple Data Sets", JMLR 7 (2006): each data set is one observation
-of every method's rank. The tests ask for every method on every data set, at least three methods, and data sets that
-were drawn independently of each other.
+Demšar, "Statistical Comparisons of Classifiers over Multiple Data Sets", JMLR 7 (2006): each data set is one
+observation of every method's rank. The tests ask for every method on every data set, at least three methods, and data
+sets that were drawn independently of each other.
 """
 
 from __future__ import annotations
@@ -189,4 +189,4 @@ def pareto(costs: np.ndarray) -> np.ndarray:
     no_worse = (costs[:, None] <= costs[None]).all(2)
     better = (costs[:, None] < costs[None]).any(2)
     beaten = (no_worse & better & known[:, None]).any(0)
-    return known & ~beaten
+    return np.asarray(known & ~beaten)

@@ -11,8 +11,8 @@ from scipy.stats import friedmanchisquare
 from coterie._core.errors import DataError
 from coterie.theory.ranking import Ranking, friedman, pareto, ranks, why_not
 
-# Demšar 2006, table 6: AUC of C4.5, C4.5+m, C4.5+cf, C4.5+m+cf on 14 data sets, as printed. The paper ranked them before
-# it rounded: where it prints 0.975 twice (row 12), its ranks are 2 and 3.
+# Demšar 2006, table 6: AUC of C4.5, C4.5+m, C4.5+cf, C4.5+m+cf on 14 data sets, as printed. The paper ranked them
+# before it rounded: where it prints 0.975 twice (row 12), its ranks are 2 and 3.
 DEMSAR = np.array(
     [
         [0.763, 0.768, 0.771, 0.798],
