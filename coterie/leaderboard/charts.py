@@ -146,7 +146,7 @@ def front(points: Sequence[Point], x: str, y: str, *, log: bool = False, higher:
         if on or (clear and point.name in ("local", "fedavg")):
             shift = 4.0
             while not all(abs(at - a) > 90 or abs(level + shift - b) > 12 for a, b in taken):
-                shift += 12.0
+                shift -= 12.0
             taken.append((at, level + shift))
             parts.append(_text(at + 8, level + shift, point.name, "start"))
     return _svg(width, height, f"{y} against {x}; {int(best.sum())} methods are on the Pareto front", parts)

@@ -49,6 +49,7 @@ def cell(record: Record, reference: Record | None) -> Record:
         "clients": len(test),
         "improved": None,
         "harmed": None,
+        "sign": None,
         "mb": record["mb_up"] + record["mb_down"],
         "seconds": record["seconds"],
         "cpu_seconds": record["cpu_seconds"],
@@ -59,7 +60,7 @@ def cell(record: Record, reference: Record | None) -> Record:
     }
     if reference is not None and reference["status"] == "ok" and record["method"] != REFERENCE:
         verdict = _against(record, reference)
-        found |= {"improved": verdict.improved, "harmed": verdict.harmed}
+        found |= {"improved": verdict.improved, "harmed": verdict.harmed, "sign": verdict.sign}
     return found
 
 
@@ -137,6 +138,8 @@ def _line(group: Sequence[Record]) -> Record:
         WORST: _mean([one[WORST] for one in group]),
         "improved": sum(one["improved"] for one in judged) / clients if clients else None,
         "harmed": sum(one["harmed"] for one in judged) / clients if clients else None,
+        "ahead": _mean([one["sign"] > 0 for one in judged]),
+        "behind": _mean([one["sign"] < 0 for one in judged]),
         "mb": _mean([one["mb"] for one in group]),
         "seconds": _mean([one["seconds"] for one in group]),
         "cpu_seconds": _mean([one["cpu_seconds"] for one in group]),
@@ -175,7 +178,7 @@ def overall(found: Sequence[Record]) -> list[Record]:
                 },
                 **{
                     name: _mean([line[name] for line in mine if line[name] is not None])
-                    for name in ("improved", "harmed", "mb", "seconds", "cpu_seconds")
+                    for name in ("improved", "harmed", "ahead", "behind", "mb", "seconds", "cpu_seconds")
                 },
             }
         )

@@ -9,6 +9,8 @@ from rich.table import Table
 from coterie._core.errors import SettingError, nearest
 from coterie.report.numbers import show, size
 
+CALLS = ("ahead", "behind", "gained", "lost")
+
 
 def overall_table(result: dict[str, Any]) -> Table:
     """Return methods over all data sets, best mean rank first."""
@@ -18,14 +20,13 @@ def overall_table(result: dict[str, Any]) -> Table:
             "method",
             "mean rank",
             "wins",
-            "data sets",
+            "sets",
             "error",
             "worst tenth",
             "new clients",
-            "gained",
-            "lost",
-            "MB",
-            "s",
+            *CALLS,
+            "traffic",
+            "CPU s",
         ),
     )
     for one in result["overall"]:
@@ -35,7 +36,7 @@ def overall_table(result: dict[str, Any]) -> Table:
             str(one["wins"]),
             str(one["data_sets"]),
             *(_number(one[name]) for name in ("error_ratio", "worst_ratio", "newcomer_ratio")),
-            *(_share(one[name]) for name in ("improved", "harmed")),
+            *(_share(one[name]) for name in ("ahead", "behind", "improved", "harmed")),
             size(one["mb"]),
             f"{one['cpu_seconds']:.1f}",
         )
@@ -51,7 +52,18 @@ def data_table(result: dict[str, Any], data: str) -> Table:
     metric = mine[0]["metric"]
     table = _table(
         f"{data}: test {metric}, mean over clients and {mine[0]['seeds']} seeds",
-        ("method", metric, "worst tenth", "new clients", "gained", "lost", "traffic", "CPU s"),
+        (
+            "method",
+            metric,
+            "worst tenth",
+            "new clients",
+            "ahead",
+            "behind",
+            "gained",
+            "lost",
+            "traffic",
+            "CPU s",
+        ),
     )
     for line in mine:
         late = line["newcomers"]
@@ -60,7 +72,7 @@ def data_table(result: dict[str, Any], data: str) -> Table:
             show(metric, line["mean"]),
             show(metric, line["worst_decile"]),
             "" if late is None else show(metric, late),
-            *(_share(line[name]) for name in ("improved", "harmed")),
+            *(_share(line[name]) for name in ("ahead", "behind", "improved", "harmed")),
             size(line["mb"]),
             f"{line['cpu_seconds']:.1f}",
         )

@@ -96,7 +96,7 @@ RECIPES = (
         _sizes,
         "linear",
         "quantity skew (power law 1.2)",
-        "Clients differ in size alone: the largest has a fifth of the rows, the smallest about thirty.",
+        "Clients differ in size alone: the largest has more than a quarter of the rows, the smallest 33 of 1,797.",
     ),
     _digits_recipe(
         "digits-permuted",

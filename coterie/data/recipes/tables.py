@@ -67,8 +67,8 @@ RECIPES = (
         "linear",
         "a hospital",
         "by place (natural)",
-        "Hospitals differ in who is sent to them and in what they measure: in one nearly everybody is sick, in another "
-        "cholesterol is missing throughout.",
+        "Hospitals differ in who is sent to them and in what they measure: in one nearly everybody is sick, and "
+        "cholesterol was never taken.",
         f"{_UCI}, doi:10.24432/C52P4X; bundled",
         "CC BY 4.0",
     ),
@@ -109,7 +109,7 @@ RECIPES = (
         "Age bands have other distributions of the same ten measurements; 44 patients each leave little to learn a "
         "model of one's own from.",
         "Efron et al. 2004, Annals of Statistics 32:407, in scikit-learn",
-        "BSD-3-Clause (scikit-learn)",
+        "not stated; distributed with scikit-learn",
     ),
     Recipe(
         "adult",

@@ -19,18 +19,19 @@
   const score = (value) => (card().percent ? (100 * value).toFixed(1) + " %" : digits(value));
   const column = (key, title, text, note) => ({ key, title, text, note });
   const common = () => [
-    column("improved", "Gained", share, "clients better off than alone"),
-    column("harmed", "Lost", share, "clients worse off than alone"),
+    column("ahead", "Ahead", share, "seeds on which the clients together are surely better off than alone, by loss"),
+    column("behind", "Behind", share, "seeds on which they are surely worse off"),
+    column("improved", "Gained", share, "single clients that are surely better off than alone, by loss"),
+    column("harmed", "Lost", share, "single clients that are surely worse off"),
     column("mb", "MB", megabytes, "megabytes up and down until the round that is deployed"),
-    column("seconds", "Seconds", fixed(2), "by the clock, training at the chosen setting"),
-    column("cpu_seconds", "CPU s", fixed(2), "of the processor, all settings together, on one core"),
+    column("cpu_seconds", "CPU s", fixed(1), "of the processor, all settings together, on one core"),
   ];
   const columns = () => state.data === ""
     ? [
         column("method", "Method"),
-        column("mean_rank", "Mean rank", fixed(2), "1 is best, over the data sets it ran on"),
+        column("mean_rank", "Rank", fixed(2), "1 is best, over the data sets it ran on"),
         column("wins", "Wins", String, "data sets on which it is best"),
-        column("data_sets", "Data sets", String),
+        column("data_sets", "Sets", String, "data sets it ran on"),
         column("error_ratio", "Error", fixed(3), "relative to training alone, geometric mean"),
         column("worst_ratio", "Worst tenth", fixed(3), "the same for the worst-served tenth of the clients"),
         column("newcomer_ratio", "New clients", fixed(3), "the same for clients that join afterwards"),
