@@ -167,7 +167,11 @@ def add(
     sets = [DataSet(one["name"]) for one in stored["data"] if one["name"] in recipes.all_recipes()]
     usable = [one for one in sets if one.recipe().available(known)] if methods else []
     entrants = registered if data else [Method(REFERENCE)]
-    plan = Plan(budget, (), (), known).with_entries([*entrants, *methods], [*usable, *data])
+    if (folder / PLAN).exists() and Plan.load(folder).budget != budget:
+        raise SettingError(f"{folder} holds a leaderboard with another budget than {to}; give another --out")
+    base = Plan.load(folder) if (folder / PLAN).exists() else Plan(budget, (), ())
+    plan = Plan(budget, base.methods, base.data, known or base.files)
+    plan = plan.with_entries([*entrants, *methods], [*usable, *data])
     files.write_json(folder / STORED, stored)
     return _completed(plan, folder, workers, watch)
 

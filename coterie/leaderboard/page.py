@@ -48,7 +48,7 @@ def leaderboard_page(result: dict[str, Any]) -> str:
         sentences=sentences(result),
         diagram=Markup(_diagram(result["ranking"])),
         fronts={name: [Markup(one) for one in drawn] for name, drawn in pictures.items()},
-        missing=[one for one in result["cells"] if one["status"] != "ok" and one["seed"] == 0],
+        missing=list({(c["data"], c["method"]): c for c in result["cells"] if c["status"] != "ok"}.values()),
         data=html.script_json(_data(result)),
     )
 

@@ -33,6 +33,13 @@ class Ranking:
         Mean ranks that are further apart differ, with all pairs together wrong with probability `alpha` at most.
     alpha
         That probability.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> found = friedman(np.array([[1.0, 1.0, 3.0]] * 6))
+    >>> found.mean_ranks.tolist(), found.p < found.alpha
+    ([1.5, 1.5, 3.0], True)
     """
 
     mean_ranks: np.ndarray

@@ -146,3 +146,18 @@ def test_templates_are_in_the_package() -> None:
     from coterie.leaderboard.page import TEMPLATES
 
     assert {path.name for path in Path(TEMPLATES).iterdir()} == {"leaderboard.html.j2", "leaderboard.js"}
+
+
+def test_the_documented_table_is_that_of_the_committed_results() -> None:
+    import importlib.util
+    import json
+
+    place = Path(__file__).parents[2] / "docs" / "leaderboard.py"
+    spec = importlib.util.spec_from_file_location("docs_leaderboard", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text, result = module.PAGE.read_text(encoding="utf-8"), json.loads(module.RESULT.read_text())
+    assert module.written(text, result) == text, "run python docs/leaderboard.py"
+    page = leaderboard_page(result)
+    assert (module.RESULT.parent / "leaderboard.html").read_text(encoding="utf-8") == page
+    assert len(result["data"]) >= 12 and result["settings"]["seeds"] >= 3
