@@ -24,7 +24,8 @@ def tables(result: dict[str, Any]) -> str:
         ratios = [_number(one[name]) for name in ("error_ratio", "worst_ratio", "newcomer_ratio")]
         shares = [_share(one[name]) for name in ("ahead", "behind", "improved", "harmed")]
         cells = [f"`{one['method']}`", str(one["data_sets"]), f"{one['mean_rank']:.1f}", *ratios, *shares]
-        lines.append(f"| {' | '.join([*cells, f'{one["mb"]:.2g}', f'{one["cpu_seconds"]:.1f}'])} |")
+        cells += [f"{one['mb']:.2g}", f"{one['cpu_seconds']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| data set | best | training alone | one model for all |", "|---|---|--:|--:|"]
     for card in result["data"]:
         mine = {line["method"]: line for line in result["lines"] if line["data"] == card["name"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -247,7 +248,8 @@ def _completed(plan: Plan, folder: Path, workers: int, watch: Watch | None) -> B
             raise RunError(f"{job.title} was changed while it ran; run the command again")
         records[job.data.name, job.method.name, job.seed] = record
     result = _result(plan, records, stored)
-    files.write_json(folder / RESULT, result)
+    written = json.dumps(result, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    files.write_text(folder / RESULT, written + "\n")
     files.write_text(folder / PAGE, leaderboard_page(result))
     return Board(result, folder)
 
