@@ -82,7 +82,7 @@ def data_table(result: dict[str, Any], data: str) -> Table:
 def _table(title: str, headers: tuple[str, ...]) -> Table:
     table = Table(title=title)
     for name in headers:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=name == "method")
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     return table
 
 
