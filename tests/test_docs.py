@@ -25,7 +25,7 @@ SHORT = {
     "tune": ["--rounds", "3", "--trials", "2"],
     "reproduce": ["--quick", "--jobs", "1"],
 }
-SLOW = {"reproduce.md", "tutorial.md", "auto.md", "choose.md", "sklearn.md"}  # more than a few seconds
+SLOW = {"reproduce.md", "tutorial.md", "auto.md", "choose.md", "sklearn.md", "leaderboard.md"}  # not quick
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""Small pieces of HTML with which results show themselves in notebooks."""
+"""Small pieces of HTML with which results show themselves in notebooks, and data for the scripts of pages."""
 
 from __future__ import annotations
 
 import html
+import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 
 def text(value: object) -> str:
@@ -54,3 +57,26 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], most: int = 
         for row in shown
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def script_json(value: Any) -> Any:
+    """Return JSON that is safe inside a script element of a template; None for NaN and infinities.
+
+    >>> print(script_json({"name": "</b>", "value": float("nan")}).replace(chr(92), "!"))
+    {"name":"!u003c/b!u003e","value":null}
+    """
+    from markupsafe import Markup
+
+    written = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        written = written.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(written)
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON has not, by None."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -54,6 +54,7 @@ COMMANDS = {
     "data": CommandEntry("data", f"data describe {HEART}", "Before training"),
     "theory": CommandEntry("theory", "theory risk --gamma 2 --r2 1 --rho2 2 --noise 0.25", "Learn more"),
     "algorithms": CommandEntry("catalogue", "algorithms ditto", "Learn more"),
+    "leaderboard": CommandEntry("leaderboard", "leaderboard run --out leaderboard", "Learn more"),
     "reproduce": CommandEntry("catalogue", "reproduce known-clusters/baselines --check", "Learn more"),
 }
 

@@ -1,6 +1,8 @@
-"""Look at a table before training."""
+"""Look at a table before training, and list data sets that are ready to use."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -19,9 +21,10 @@ from coterie.cli.arguments import (
     require_place,
     write_json,
 )
+from coterie.data import recipes as known_recipes
 from coterie.data import tables
 from coterie.data.describe import describe as describe_table
-from coterie.report.tables import description_tables
+from coterie.report.tables import description_tables, recipe_card, recipes_table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,3 +67,16 @@ def describe(
     console.notes(spec.warnings)
     console.show(*description_tables(description))
     write_json(json, description)
+
+
+@app.command(epilog="Example: coterie data recipes digits-rotated")
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="data set to describe; all are listed if not given")
+    ] = None,
+) -> None:
+    """List the data sets that are ready to use, or show the card of one."""
+    if name is None:
+        console.show(recipes_table(list(known_recipes.all_recipes().values())))
+    else:
+        console.show(recipe_card(known_recipes.find(name)))

@@ -262,8 +262,7 @@ def permuted_labels(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0, who
     renamed = classes[different_permutations(count, len(classes), seed)]
     clusters = torch.repeat_interleave(torch.arange(count), sizes)
     if not whole:
-        owner = torch.empty(len(pool), dtype=torch.int64)
-        owner[permutation(key(seed, "permuted rows"), len(pool))] = shares(len(pool), n)
+        owner = _dealt(len(pool), n, seed)
         return _owned(Pool(pool.x, renamed[clusters[owner], row_class]), owner, n, clusters)
     xs, ys = [], []
     for cluster, size in enumerate(sizes.tolist()):
@@ -272,6 +271,36 @@ def permuted_labels(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0, who
             xs.append(pool.x[rows])
             ys.append(renamed[cluster, row_class[rows]])
     return _named(xs, ys, clusters)
+
+
+def equal_shares_at_random(pool: Pool, cluster_sizes: Sequence[int], seed: int = 0) -> Clients:
+    """Deal rows out equally at random to clusters of clients that do not differ yet.
+
+    Parameters
+    ----------
+    pool
+        The rows to deal out.
+    cluster_sizes
+        Number of clients in each cluster.
+    seed
+        Seed of the draws.
+
+    Returns
+    -------
+    Clients
+        Clients with known clusters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.data import Pool, partition
+    >>> clients = partition.equal_shares_at_random(Pool(torch.eye(7), torch.zeros(7)), [1, 2])
+    >>> clients.sizes.tolist(), clients.clusters.tolist()
+    ([2, 2, 3], [0, 1, 1])
+    """
+    sizes = _check_clusters(cluster_sizes, len(pool))
+    clusters = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    return _owned(pool, _dealt(len(pool), len(clusters), seed), len(clusters), clusters)
 
 
 def power_law(pool: Pool, n: int, exponent: float, min_rows: int = 1, seed: int = 0) -> Clients:
@@ -312,6 +341,13 @@ def power_law(pool: Pool, n: int, exponent: float, min_rows: int = 1, seed: int 
         torch.arange(n), sizes
     )
     return _owned(pool, owner, n)
+
+
+def _dealt(rows: int, n: int, seed: int) -> Tensor:
+    """Return the owner of each row, equally many for each client, drawn at random."""
+    owner = torch.empty(rows, dtype=torch.int64)
+    owner[permutation(key(seed, "permuted rows"), rows)] = shares(rows, n)
+    return owner
 
 
 def _owned(pool: Pool, owner: Tensor, n: int, clusters: Tensor | None = None) -> Clients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch.nn import functional
 
 from coterie._core.errors import SettingError
@@ -32,3 +33,17 @@ def small_idx(images: str | Path, labels: str | Path, side: int = 8) -> Pool:
     if not 1 <= side <= min(pool.x.shape[2:]):
         raise SettingError(f"side={side}; the images are {pool.x.shape[2]} x {pool.x.shape[3]}")
     return Pool(functional.adaptive_avg_pool2d(pool.x, side).flatten(1), pool.y, pool.class_names)
+
+
+def digits() -> Pool:
+    """Read the 1,797 handwritten digits of scikit-learn: 8 x 8 pixels in 0..1, classes 0..9.
+
+    Returns
+    -------
+    Pool
+        Rows of 64 numbers, and labels as int64.
+    """
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    return Pool(torch.from_numpy(x / 16.0), torch.from_numpy(y).long(), [str(digit) for digit in range(10)])

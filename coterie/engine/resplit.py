@@ -1,4 +1,4 @@
-"""The same clients with their rows divided in another way: merged splits, other splits, every row tested once."""
+"""The same rows divided in another way: merged splits, other splits, every row tested once, some clients only."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from coterie._core import randomness
 from coterie.data.rows import Rows
 from coterie.data.split import split_rows
 from coterie.engine.federation import Federation, Origin
+from coterie.engine.local_runtime import LocalRuntime
 
 SPLITS = ("train", "validation", "test")
 TRAIN, VALIDATION, TEST = range(3)
@@ -143,3 +144,48 @@ def merged(fed: Federation, names: Sequence[str]) -> Federation:
     found = part.divided(torch.zeros_like(part.split))
     found.origin = None if fed.origin is None else (lambda model: merged(fed.with_model(model), names))
     return found
+
+
+def only(fed: Federation, clients: Tensor) -> Federation:
+    """Return a federation of some of the clients, in the order given, with nothing kept.
+
+    Parameters
+    ----------
+    fed
+        The federation, whose rows are in this process.
+    clients
+        Indices of clients, [k].
+
+    Returns
+    -------
+    Federation
+        Clusters that keep a client keep their order and name.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> only(fed, torch.tensor([2, 0])).names
+    ['switzerland', 'cleveland']
+    """
+    splits = {split: fed.runtime.rows(split).subset(clients) for split in fed.rows}
+    clusters, names = None, None
+    if fed.clusters is not None:
+        left, clusters = torch.unique(fed.clusters[clients], return_inverse=True)
+        names = None if fed.cluster_names is None else [fed.cluster_names[k] for k in left.tolist()]
+    return Federation(
+        LocalRuntime(splits, fed.model, fed.seed, fed.dtype, clusters),
+        model=fed.model,
+        names=[fed.names[k] for k in clients.tolist()],
+        rows={split: part.size for split, part in splits.items()},
+        clusters=clusters,
+        cluster_names=names,
+        seed=fed.seed,
+        dtype=fed.dtype,
+        device=fed.device,
+        dropout=fed.dropout,
+        table=fed.table,
+        truth=None if fed.truth is None else fed.truth[clients],
+        origin=None if fed.origin is None else (lambda model: only(fed.with_model(model), clients)),
+    )

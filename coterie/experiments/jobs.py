@@ -50,7 +50,6 @@ HOMES = {
         "coterie.data.small_images",
         "coterie.data.leaf_files",
         "coterie.data.xml_texts",
-        "coterie.experiments.jobs",
     ),
     "model": ("coterie.models",),
 }
@@ -387,11 +386,3 @@ def measure(reference: str) -> Callable[..., Table]:
     if not inspect.isfunction(found) or found.__module__ != module:
         raise SettingError(f"measure = {reference!r}: {module} has no function {name!r} of its own")
     return found
-
-
-def digits() -> Pool:
-    """Read the 1,797 handwritten digits of scikit-learn: 8 x 8 pixels in 0..1, classes 0..9."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    return Pool(torch.from_numpy(x / 16.0), torch.from_numpy(y).long(), [str(digit) for digit in range(10)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie._core import files
+from coterie._core import files, html
 from coterie._core.errors import SettingError
 from coterie.models.metrics import find
 from coterie.report import charts, collaboration, summary
@@ -154,7 +152,7 @@ def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0
         "direction": charts.direction(main),
         "percent": find(main.metric).percent,
         "repeat": [_repeat(run) for run in runs],
-        "data": _script_json(_data(runs, all_scores, main, alone, panels)),
+        "data": html.script_json(_data(runs, all_scores, main, alone, panels)),
     }
 
 
@@ -280,22 +278,3 @@ def _columns(run: RunFacts, one: Scores) -> dict[str, Any]:
         "group": None if groups is None else [None if np.isnan(g) else int(g) + 1 for g in groups],
         "learns_from": collaboration.neighbours(run) if run.weights is not None else None,
     }
-
-
-def _script_json(value: Any) -> Any:
-    """Return JSON that is safe inside a script element."""
-    from markupsafe import Markup
-
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(text)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON has not, by None."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import polars
 
     from coterie.algorithms.base import Algorithm
+    from coterie.data.recipes import Recipe
     from coterie.select.compare import Comparison
     from coterie.select.privacy_curve import PrivacyCurve
     from coterie.select.tune import Search
@@ -365,6 +366,19 @@ def algorithms_table(classes: Sequence[type[Algorithm]]) -> Table:
     """Return a table of methods with their one-line summaries."""
     rows = [(cls.name, _summary(cls)) for cls in classes]
     return _text_table("Methods", ("name", "what it does"), rows)
+
+
+def recipes_table(recipes: Sequence[Recipe]) -> Table:
+    """Return a table of data sets: task, model, how clients differ, and the files that they need."""
+    rows = [(one.name, one.task, one.model, one.heterogeneity, ", ".join(one.files)) for one in recipes]
+    return _text_table("Data sets", ("name", "task", "model", "how clients differ", "files needed"), rows)
+
+
+def recipe_card(recipe: Recipe) -> Table:
+    """Return the card of a data set."""
+    names = ("title", "task", "model", "client", "heterogeneity", "why", "source", "licence")
+    rows = [(name, str(getattr(recipe, name))) for name in names]
+    return _text_table(recipe.name, ("", ""), [*rows, ("files needed", ", ".join(recipe.files) or "none")])
 
 
 def algorithm_page(cls: type[Algorithm]) -> list[str | Table]:

@@ -10,5 +10,6 @@
 - `flix`, `flix_steps`, `flix_rates`, `flix_rounds`, `flix_bounds`, `flix_nonconvex`: constants, step sizes, rates,
   rounds and bounds of FLIX; `flix_risk`: its risk in the linear model. `crossover`: where one risk undercuts another.
 - `held_out`, `left_out`: errors predicted from training rows alone, for the advisor.
+- `ranking`: ranks of methods over data sets, Friedman's test, the critical difference, Pareto fronts.
 - `verdicts`: which of two models is better for whom, by paired losses; a guard for clients that would be harmed.
 """

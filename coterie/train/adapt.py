@@ -29,7 +29,7 @@ from coterie.data.table_source import TableSource
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.from_table import SPLIT
-from coterie.engine.local_runtime import LocalRuntime
+from coterie.engine.resplit import only
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.description import description
@@ -385,27 +385,13 @@ class _AtHome(Algorithm):
         return x
 
 
-def _only(fed: Federation, client: int) -> Federation:
-    """Return a federation of one of the clients."""
-    at = torch.tensor([client])
-    splits = {split: fed.runtime.rows(split).subset(at) for split in fed.rows}
-    return Federation(
-        LocalRuntime(splits, fed.model, fed.seed, fed.dtype),
-        model=fed.model,
-        names=[fed.names[client]],
-        rows={split: part.size for split, part in splits.items()},
-        seed=fed.seed,
-        dtype=fed.dtype,
-        table=fed.table,
-    )
-
-
 def _alone(algorithm: Algorithm, fed: Federation, rounds: int) -> Tensor:
     """Return what training alone would have given the newcomers, for comparison."""
     select = "best" if fed.has_rows("validation") else "last"
     if algorithm.own_model(rounds) is not None:  # no local steps for its model: each newcomer is a federation
         alone = [
-            fit(_only(fed, k), algorithm, max(rounds, 1), score_test=False).personal for k in range(fed.n)
+            fit(only(fed, torch.tensor([k])), algorithm, max(rounds, 1), score_test=False).personal
+            for k in range(fed.n)
         ]
         return torch.cat(alone)
     return fit(
