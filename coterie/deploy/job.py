@@ -63,8 +63,8 @@ class JobRequest:
         Identifier of the run; made when the request is written.
     secure : bool
         Add answers of nodes up under masks.
-    model : dict or None
-        Description of the model; None takes the method's own, or the default.
+    described : dict or None
+        Description of a model to be trained instead.
     """
 
     out: str  # the run folder
@@ -79,7 +79,7 @@ class JobRequest:
     patience: float = 60.0
     run: str = ""
     secure: bool = False
-    model: dict[str, Any] | None = None
+    described: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, job: Path) -> JobRequest:
@@ -144,7 +144,7 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         plan = FederationPlan.from_json(files.read_json(known))
     else:
         own = algorithm.own_model(request.plan["rounds"])
-        model = request.model or (None if own is None else description(own))
+        model = request.described or (None if own is None else description(own))
         proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
         roles = Roles.from_json(request.roles)
         wishes = RunRequest(

@@ -49,7 +49,7 @@ def parity(live: Live) -> dict[str, Any]:
         method = make(name, batch=4)
         own = method.trial_model(ROUNDS)
         model = None if own is None else description(own)
-        jobs[name] = live.job(f"parity-{name}", method, ROUNDS, l2=0.1, model=model)
+        jobs[name] = live.job(f"parity-{name}", method, ROUNDS, l2=0.1, described=model)
     live.run(*jobs.values())
     return jobs
 
