@@ -189,7 +189,32 @@ def lowest(
     steps: int = 15000,
     tolerance: float = 1e-13,
 ) -> tuple[Tensor, float]:
-    """Return the point with the smallest deviance, and that, by L-BFGS-B; some numbers may be kept as given."""
+    """Return the point with the smallest deviance, and that, by L-BFGS-B.
+
+    Parameters
+    ----------
+    deviance
+        Function of a point, which autograd differentiates.
+    start
+        Where the search begins, [p].
+    fixed
+        Numbers of the point that are kept as given, by place.
+    bounds
+        Least and largest value of each number.
+    steps, tolerance
+        Most steps, and the relative decrease that ends the search.
+
+    Returns
+    -------
+    tuple of Tensor and float
+        The point, and its deviance.
+
+    Examples
+    --------
+    >>> point, value = lowest(lambda x: ((x - 3) ** 2).sum(), torch.zeros(2).double(), {1: 5.0}, [(-9.0, 9.0)] * 2)
+    >>> point.round(decimals=3).tolist(), round(value, 3)
+    ([3.0, 5.0], 4.0)
+    """
     from scipy.optimize import minimize
 
     fixed = fixed or {}
