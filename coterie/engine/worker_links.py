@@ -211,6 +211,8 @@ class Crew:
         self.round = 0
         self.forgotten_answers: list[int] = []
         self.forgotten_shards: list[int] = []
+        # what each worker has not been told of them, as it had no message since
+        self._owed: list[dict[str, list[int]]] = [{"forget": [], "drop": []} for _ in range(len(links) + 1)]
         self._numbers: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -226,26 +228,32 @@ class Crew:
 
         All answers are awaited before the first error is raised, so that no answer is taken for another one.
         """
-        waste = {"forget": _emptied(self.forgotten_answers), "drop": _emptied(self.forgotten_shards)}
-        told = [None if message is None else ({**message[0], **waste}, message[1]) for message in messages]
+        answers, shards = _emptied(self.forgotten_answers), _emptied(self.forgotten_shards)
+        told: list[Message | None] = []
+        for owed, message in zip(self._owed, messages, strict=True):
+            owed["forget"] += answers
+            owed["drop"] += shards
+            told.append(None if message is None else ({**message[0], **owed}, message[1]))
+            if message is not None:
+                owed.update(forget=[], drop=[])
         self.idle = False
         for k, (link, message) in enumerate(zip(self.links, told[1:], strict=True)):
             if message is not None:
                 self.sent[k] += self._tried(k, link.send, message)
-        answers = [None if told[0] is None else answered(self.own, told[0])]
+        found = [None if told[0] is None else answered(self.own, told[0])]
         for k, (link, message) in enumerate(zip(self.links, told[1:], strict=True)):
-            answers.append(None)
+            found.append(None)
             if message is not None:
-                answers[-1], size = self._tried(k, link.receive)
+                found[-1], size = self._tried(k, link.receive)
                 self.received[k] += size
         self.idle = True
-        for k, answer in enumerate(answers):
+        for k, answer in enumerate(found):
             if answer is not None and "error" in answer[0]:
                 kind, text = answer[0]["error"]
                 raise getattr(errors, kind, CoterieError)(text)
             if answer is not None:
                 self.busy[k] += answer[0].get("seconds", 0.0)
-        return answers
+        return found
 
     def _tried(self, k: int, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

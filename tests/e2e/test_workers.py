@@ -107,6 +107,7 @@ def test_torchrun_starts_the_processes(tmp_path):
     assert gap(load(tmp_path / "one").personal, fed_run.personal) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_ray_starts_the_processes():
     pytest.importorskip("ray")
     fed, algorithm = federation("glm"), make("ditto", **METHODS["ditto"])

@@ -15,6 +15,7 @@ from coterie.engine.privacy import Privacy
 from coterie.engine.sharded_runtime import ShardedRuntime
 from coterie.engine.shards import Shards, dealt, tree_nodes, tree_sum
 from coterie.engine.worker_links import pack, unpack
+from coterie.train import workers
 from tests.engine.sharding import BUFFERS, METHODS, MODELS, crew, federation, gap
 
 
@@ -180,8 +181,25 @@ def test_an_error_of_a_worker_is_raised_here_and_the_others_go_on():
 
 
 def test_answers_that_nobody_can_ask_for_are_forgotten():
-    who = crew(2)
-    run = fit(federation("glm"), make("cobo", **METHODS["cobo"]), rounds=6, workers=who)
-    del run
-    who.ask([({"kind": "threads", "shard": 0}, {}) for _ in range(0)] or [None, None])
-    assert all(not worker._held for worker in (who.own, who.links[0].worker))
+    fed, who = federation("glm"), crew(2)
+    spread = fed.fresh()
+    spread.runtime = ShardedRuntime.open(who, fed.runtime)
+    algorithm = make("fedavg", **METHODS["fedavg"])
+    state = algorithm.start(spread)
+    spread.map(algorithm.train, x=state.x)
+    other = who.links[0].worker
+    assert len(other._held) == len(who.own._held) == 1
+    mine = spread.runtime.shards.ids[0]
+    for _ in range(3):  # the other worker is not asked, and is told later
+        spread.map(algorithm.train, x=state.x, to=mine)
+    spread.runtime.paths_used()
+    assert not other._held and not who.own._held
+
+
+def test_the_place_of_a_process_is_read_from_slurm(monkeypatch):
+    told = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "4711"}
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**told, "SLURM_JOB_NODELIST": "gpu[07-09]"}.items():
+        monkeypatch.setenv(name, value)
+    assert workers._place("slurm") == workers.Place(3, 8, 2, "gpu07", 29400 + 711)
