@@ -164,7 +164,9 @@ def survey(
         if request.roles.cluster is None:
             clients[name] = list(federated.in_order(expected))
         else:
-            caller.note(f"{name} cannot join this run later: the clusters of its clients are not known without it")
+            caller.note(
+                f"{name} cannot join this run later: the clusters of its clients are not known without it"
+            )
     clients = dict(sorted(clients.items()))
     names = federated.client_order(clients)
     number = {name: k for k, name in enumerate(names)}
