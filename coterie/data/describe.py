@@ -62,7 +62,7 @@ def describe(frame: polars.DataFrame, spec: TableSpec) -> dict[str, Any]:
 def _notice(frame: polars.DataFrame, spec: TableSpec) -> None:
     """Add to the warnings what fitting the encoding notices: rare levels, clients in other units."""
     try:
-        Preprocessor.from_statistics(spec, local_statistics(frame, spec))
+        Preprocessor.from_statistics(spec, local_statistics(frame, spec), every_group=True)
     except DataError as problem:
         spec.warnings.append(str(problem))
 

@@ -148,6 +148,11 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
     frame, names, sizes = tables.by_client(frame, roles.client)
     clusters = None
     if roles.cluster is not None:
+        if grouping.finest(frame, roles.client, [roles.cluster]) is None:
+            raise DataError(
+                f"{source}: clients have rows in several clusters of column {roles.cluster!r}. Put all rows of "
+                "a client into one; grouping columns crossed with clients are named with a second --cluster"
+            )
         first = (torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)).tolist()
         clusters = [columns.labels(frame[roles.cluster])[row] for row in first]
     features = [name for name in frame.columns if name not in roles.no_features]

@@ -9,10 +9,10 @@ from scipy.special import expit
 
 import coterie
 from coterie import Federation, fit, models
-from coterie._core.errors import SettingError
+from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import make
 from coterie.algorithms.crossed_cells import layout
-from coterie.data.federated import Roles
+from coterie.data.federated import Roles, describe
 from coterie.deploy.federation_plan import RunRequest, connect, survey
 from coterie.deploy.in_process import InProcessTransport
 from coterie.deploy.loopback import LoopbackRuntime
@@ -367,3 +367,8 @@ def test_counts_of_a_table_are_predicted_as_counts():
     run = fit(federation(frame, ["lecturer"], "poisson"), make("hierarchical", effects="intercept"), rounds=1)
     predicted = np.array(run.predict(frame)["prediction"])
     assert predicted.min() > 0 and predicted.mean() == pytest.approx(frame["y"].mean(), rel=0.05)
+
+
+def test_a_node_refuses_known_clusters_that_cut_through_clients():
+    with pytest.raises(DataError, match="several clusters of column 'lecturer'"):
+        describe(table(1), Roles("student", "y", cluster="lecturer"), "node.csv")
