@@ -141,7 +141,7 @@ class CellSums:
 
 
 @dataclass(frozen=True)
-class Eliminated:
+class _Eliminated:
     """What is left of the sums without the clients' own effects: those of levels and of common coefficients.
 
     Parameters
@@ -258,7 +258,7 @@ class Crossed:
         sizes = torch.tensor(self.sums.sizes)
         return values[0], inside, values[1 + clients :].repeat_interleave(sizes)
 
-    def eliminated(self, root: Tensor) -> Eliminated:
+    def eliminated(self, root: Tensor) -> _Eliminated:
         """Return the sums without the clients' effects, given their standard deviations over that of the noise, [p]."""
         sums, varies = self.sums, self.groups >= 0
         xx, xy = sums.xx.sum(0), sums.xy.sum(0)
@@ -266,7 +266,7 @@ class Crossed:
             xx = xx + torch.diag(self.ridge)
         zz, zx, zy, yy = sums.between_levels, sums.level_x, sums.level_y, sums.yy.sum()
         if not bool(varies.any()):
-            return Eliminated(zz, zx, zy, xx, xy, yy, torch.zeros_like(yy))
+            return _Eliminated(zz, zx, zy, xx, xy, yy, torch.zeros_like(yy))
         root = root[varies]
         inner = root.unsqueeze(-1) * sums.xx[:, varies][:, :, varies] * root
         factor = torch.linalg.cholesky(inner + torch.eye(len(root), dtype=inner.dtype))
@@ -298,7 +298,7 @@ class Crossed:
             zz = zz - zz.new_zeros(zz.numel()).index_add(
                 0, level[one] * len(zz) + level[other], products
             ).view_as(zz)
-        return Eliminated(zz, zx, zy, xx, xy, yy, volume)
+        return _Eliminated(zz, zx, zy, xx, xy, yy, volume)
 
     def deviance(self, point: Tensor) -> Tensor:
         """Return the deviance at a point, differentiable, with the common coefficients at their best."""
@@ -383,7 +383,7 @@ def _root(variance: Tensor, noise: Tensor) -> Tensor:
     return torch.where(some, (variance.where(some, 1.0) / noise).sqrt(), 0.0)
 
 
-def _levels_eliminated(left: Eliminated, root: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _levels_eliminated(left: _Eliminated, root: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the factor of I + T^1/2 Z'Z T^1/2, its inverse times T^1/2 Z'X and T^1/2 Z'y, and its log determinant."""
     inner = root.unsqueeze(-1) * left.zz * root + torch.eye(len(root), dtype=root.dtype)
     factor = torch.linalg.cholesky(inner)
