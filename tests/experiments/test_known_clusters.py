@@ -35,7 +35,9 @@ def needs(path):
         pytest.skip(f"../shared/data/{path} is not here")
 
 
-@pytest.mark.parametrize("name", ["table1", "figure", "communication", "insteval", "crossed", "math", "donors"])
+@pytest.mark.parametrize(
+    "name", ["table1", "figure", "communication", "insteval", "crossed", "math", "donors"]
+)
 def test_the_files_load(name):
     assert load(f"known-clusters/{name}").rows
 
