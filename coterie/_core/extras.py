@@ -16,6 +16,7 @@ EXTRAS = {
     "llm": ("transformers", "peft", "gguf"),
     "images": ("PIL",),
     "stats": ("statsmodels",),
+    "ray": ("ray",),
 }
 
 

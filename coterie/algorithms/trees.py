@@ -295,7 +295,7 @@ class BoostedTrees(Algorithm):
     def histogram(self, client: Client, splits: Tensor, nodes: Tensor) -> Tensor:
         """Return the sums of derivatives by tree, node, feature and bin, [..., trees, nodes, features, bins, 2]."""
         lead, bins = len(client.lead), client.keep.bins
-        leaf = self.leaf_of(client, bins, for_all(splits, client))
+        leaf = self.leaf_of(trees_of(client), bins, for_all(splits, client))
         pairs = client.keep.pairs.double()
         if self.contrasts:
             pairs = torch.cat(
@@ -318,7 +318,7 @@ class BoostedTrees(Algorithm):
         """Give the leaves of new trees their values and move the scores; return how every lambda would have done."""
         model, keep = trees_of(client), client.keep
         splits, values, signs = (for_all(value, client) for value in (splits, values, signs))
-        leaf = self.leaf_of(client, keep.bins, splits).long()
+        leaf = self.leaf_of(model, keep.bins, splits).long()
         step = self.step(model, splits, values, signs, root, deep)
         own, scores, judged = boost(step, keep.scores, keep.target, keep.weight, leaf)
         keep.pairs = pairs_of(client, scores.select(-3, 0), keep.target, keep.weight)
@@ -326,16 +326,16 @@ class BoostedTrees(Algorithm):
         mine = keep.values.clone()
         mine[..., place, :, :] = self.lr * own
         keep.values = mine
-        leaf = self.leaf_of(client, keep.held_bins, splits).long()
+        leaf = self.leaf_of(model, keep.held_bins, splits).long()
         held = keep.held_scores + moves(self.lr * own, leaf).unsqueeze(-3)
         keep.held_scores = held
         losses = model.loss_of.loss(held.squeeze(-3), keep.held_target) * keep.held_weight
         rows = torch.stack([losses.sum(-1), keep.held_weight.sum(-1)], -1)
         return {"judged": judged, "held": rows}
 
-    def leaf_of(self, client: Client, bins: Tensor, splits: Tensor) -> Tensor:
+    def leaf_of(self, model: Trees, bins: Tensor, splits: Tensor) -> Tensor:
         """Return the leaf of each row in the trees of this round, int32 [..., B, trees]."""
-        return leaves_of(bins, splits, self.categorical(trees_of(client)), self.bins - 1)
+        return leaves_of(bins, splits, self.categorical(model), self.bins - 1)
 
     def step(
         self, model: Trees, splits: Tensor, values: Tensor, signs: Tensor, root: float, deep: float

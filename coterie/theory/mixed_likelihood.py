@@ -201,8 +201,10 @@ def lowest(
         Numbers of the point that are kept as given, by place.
     bounds
         Least and largest value of each number.
-    steps, tolerance
-        Most steps, and the relative decrease that ends the search.
+    steps
+        Most steps.
+    tolerance
+        Relative decrease that ends the search.
 
     Returns
     -------

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie._core import systems
+from coterie._core import extras, systems
 from coterie._core.errors import RunError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
@@ -171,7 +171,10 @@ def _accountant(fed: Federation) -> ClientPrivacy | RowPrivacy | None:
 
 def as_plan(privacy: Privacy | None) -> dict[str, Any]:
     """Return what the plan of a run says of privacy; nothing where there is none."""
-    return {} if privacy is None else {name: getattr(privacy, name) for name in IN_PLAN}
+    if privacy is None:
+        return {}
+    extras.require("privacy", "differential privacy")  # before anything is written
+    return {name: getattr(privacy, name) for name in IN_PLAN}
 
 
 def from_plan(plan: Mapping[str, Any]) -> Privacy | None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from coterie._core import extras
 from coterie._core.errors import CoterieError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
@@ -311,10 +312,9 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def _ray(text: str, exact: bool) -> Iterator[Crew]:
     """Start processes on a Ray cluster: `text` is N or N@ADDRESS."""
-    try:
-        import ray
-    except ImportError:
-        raise SettingError("workers on a Ray cluster need `ray`: pip install 'coterie[ray]'") from None
+    extras.require("ray", "a crew on a Ray cluster")
+    import ray
+
     number, _, address = text.partition("@")
     if not number.isdigit() or int(number) < 1:
         raise SettingError(

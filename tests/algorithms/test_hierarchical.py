@@ -57,7 +57,7 @@ def test_least_squares_is_exact_in_one_round(reduction):
     sums = sums_of()
     best = exact.minimiser(sums.xx, sums.xy, Penalty.of(torch.tensor(CLUSTERS), 0.7, lambda_=2.0))
     assert (run.personal - best.models).abs().max() < 1e-10
-    assert (run.state.prototypes - best.centres).abs().max() < 1e-10
+    assert (run.state.centres - best.centres).abs().max() < 1e-10
     assert (run.common() - best.common).abs().max() < 1e-10
     assert run.fed.ledger.total("messages_up", phase="curve") == N and run.state.done
 

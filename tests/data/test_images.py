@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie._core.errors import DataError, SettingError
+from coterie._core.extras import MissingExtra
 from coterie.data.images import cifar, idx
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -218,7 +219,7 @@ def test_bad_pictures_are_named(tmp_path: Path) -> None:
 
 def test_pictures_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"pip install 'coterie\[images\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'coterie\[images\]'"):
         cifar(_tree(tmp_path, {"train/a/1.png": b""}))
 
 
