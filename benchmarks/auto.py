@@ -26,8 +26,8 @@ from coterie import models
 from coterie.algorithms import Algorithm
 from coterie.algorithms.hierarchical import Hierarchical
 from coterie.data import generate, partition
+from coterie.data.small_images import digits
 from coterie.engine.federation import Federation
-from coterie.experiments.jobs import digits
 from coterie.experiments.spec import shared_data
 from coterie.models.metrics import find
 from coterie.select.compare import compare

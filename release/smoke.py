@@ -82,6 +82,8 @@ STEPS = (
     Step(("export", "fitted", "--client", "cleveland", "--to", "csv", "--out", "model.csv")),
     Step(("export", "fitted", "--client", "cleveland", "--to", "safetensors", "--out", "model.safetensors")),
     Step(("export", "fitted", "--client", "cleveland", "--to", "torchscript", "--out", "model.pt")),
+    Step(("leaderboard", "run", "--methods", "local,fedavg", "--data", "diabetes", "--seeds", "1", "--rounds", "3",
+          "--trials", "1", "--out", "board")),
     Step(("demo", "--out", "demo")),
     Step(("export", "fitted", "--client", "cleveland", "--to", "onnx", "--out", "model.onnx"), "export"),
     Step(("tune", *HEART, "--algorithm", "ditto", "--trials", "2", "--rounds", "3", "--out", "tuned"), "tune"),
@@ -96,6 +98,7 @@ STEPS = (
          LANGUAGE_MODEL),
     Step((), "images", PICTURES),
     Step((), "stats", MIXED_MODEL),
+    Step(("fit", *HEART, "--algorithm", "fedavg", "--rounds", "2", "--workers", "ray:2", "--out", "shared"), "ray"),
 )  # fmt: skip
 
 

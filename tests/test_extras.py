@@ -97,7 +97,7 @@ def test_a_command_names_the_extra_it_lacks(
 
 def test_every_extra_has_a_command_or_a_function() -> None:
     """`images` and `stats` are used by functions, which have tests of their own."""
-    assert {extra for extra, _ in COMMANDS} | {"images", "stats"} == set(EXTRAS) - {"ray"}  # large
+    assert {extra for extra, _ in COMMANDS} | {"images", "stats"} == set(EXTRAS)
 
 
 def test_readers_and_experiments_name_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,9 @@ def test_the_table_has_every_optional_package() -> None:
 def test_the_table_has_the_extras_of_the_package() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     everything = project["optional-dependencies"]["all"][0]
-    assert set(everything.removeprefix("coterie[").removesuffix("]").split(",")) == set(EXTRAS) - {"ray"}  # large
+    assert set(everything.removeprefix("coterie[").removesuffix("]").split(",")) == set(EXTRAS) - {
+        "ray"
+    }  # large
 
 
 def test_an_import_that_nobody_thought_of_is_explained(

@@ -34,7 +34,8 @@ def hooks() -> ModuleType:
 
 def test_every_command_and_extra_is_tried_after_installing() -> None:
     assert {step.words[0] for step in smoke.STEPS if step.words} >= set(COMMANDS)
-    assert {step.extra for step in smoke.STEPS} - {""} == set(EXTRAS) == set(install.extras())
+    assert {step.extra for step in smoke.STEPS} - {""} == set(EXTRAS)
+    assert set(install.extras()) == set(EXTRAS) - {"ray"}  # large: only the sentence that names it is tried
 
 
 def test_continuous_integration_runs_what_the_script_runs() -> None:

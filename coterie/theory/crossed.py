@@ -189,14 +189,15 @@ class Crossed:
     >>> import torch
     >>> from coterie.theory.crossed import CellSums, Crossed
     >>> draw = torch.Generator().manual_seed(0)
-    >>> u = torch.randn(30, generator=draw)
+    >>> normal = lambda *size: torch.randn(*size, generator=draw, dtype=torch.float64)
+    >>> u = normal(30)
     >>> at = [torch.randint(30, (20, 1), generator=draw) for _ in range(40)]
-    >>> ys = [torch.randn(1, generator=draw) + u[one[:, 0]] + torch.randn(20, generator=draw) for one in at]
+    >>> ys = [normal(1) + u[one[:, 0]] + normal(20) for one in at]
     >>> sums = CellSums.of([torch.ones(20, 1)] * 40, ys, at, sizes=(30,))
     >>> model = Crossed(sums, torch.tensor([0]), ("lecturer",))
     >>> point, _ = model.fit(model.start())
     >>> model.names, [round(value, 1) for value in model.variances(point).tolist()]
-    (['noise', 'client 0', 'lecturer'], [0.9, 0.5, 0.7])
+    (['noise', 'client 0', 'lecturer'], [1.0, 0.8, 1.2])
     """
 
     sums: CellSums

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import polars
 import pytest
 
 import coterie
@@ -36,7 +37,8 @@ def test_megabytes_and_loss_are_those_of_the_deployed_models(tmp_path: Path) -> 
 def clients(**targets: Any) -> Any:
     """What the charts of differences read of a run with two clients."""
     roster = SimpleNamespace(rows={"train": [10, 30]}, targets=targets)
-    return SimpleNamespace(names=["a", "b"], roster=roster)
+    metrics = polars.DataFrame(schema=dict.fromkeys(("split", "metric", "client"), polars.String))
+    return SimpleNamespace(names=["a", "b"], roster=roster, metrics=metrics)
 
 
 def test_variation_between_clients_is_a_share_of_all() -> None:
