@@ -283,3 +283,10 @@ def test_the_servers_shift_is_the_mean_of_all_clients_shifts_when_some_are_away(
         column = ran.runtime.store.columns["h"]
         shifts = column.rows[column.slot] * (column.slot >= 0).unsqueeze(-1)
         assert torch.allclose(state.h, shifts.sum(0) / fed.n, atol=1e-12), solver
+
+
+def test_the_average_is_the_mean_of_all_iterates(logistic):
+    found = [s for _, s in states(logistic(), FLIX(alpha=0.6, solver="dgd", lr=0.2, average=True), 9)]
+    iterates_after = torch.stack([s.x for s in found])[1:]
+    assert torch.allclose(found[-1].mean, iterates_after.mean(0), atol=1e-12)
+    assert not torch.allclose(found[-1].mean, found[-1].x, atol=1e-3)
