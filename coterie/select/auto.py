@@ -212,6 +212,8 @@ def save(choice: Choice, out: Path) -> None:
     plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
     plan |= refit_plan(run.fed, run.refit)
+    if choice.own[0]:
+        plan["guarded"] = True
     folder = RunFolder.create(out, run.fed, run.algorithm, plan)
     files.write_json(out / "choice.json", choice.json())
     save_run(folder, run)

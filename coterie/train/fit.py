@@ -265,6 +265,10 @@ def resume(
         raise RunError(f"{path} holds adapted models; there is nothing to resume")
     with folder.reading():
         algorithm, plan = folder.algorithm(), folder.plan()
+        if "guarded" in plan:
+            raise RunError(
+                f"{path} is finished, and some clients kept models of another run; see coterie.load"
+            )
         given = folder.federation() if fed is None else fed
     how, exact = plan.get("workers") if workers is None else workers, plan.get("exact", False)
     started = time.perf_counter()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 
+import pytest
 import torch
 
-from coterie import Federation, models
+from coterie import Federation, load, models, resume
+from coterie._core.errors import RunError
 from coterie.select.auto import Choice, choose, fit_chosen
 
 STRANGER = 3
@@ -51,6 +53,9 @@ def test_scores_are_those_of_the_deployed_models():
 def test_the_guard_holds_after_refitting_and_is_written_down(tmp_path):
     methods = {"methods": ["fedavg", "ditto"], "rounds": 27, "refit": "validation"}
     run = fit_chosen(with_a_stranger(), out=tmp_path / "run", **methods)
+    with pytest.raises(RunError, match=r"coterie\.load"):
+        resume(tmp_path / "run", with_a_stranger())
+    assert torch.equal(load(tmp_path / "run").personal, run.personal)
     free = fit_chosen(with_a_stranger(), guard=False, **methods)
     same = (run.personal == free.personal).all(1)
     assert same.sum() == 13 and not same[STRANGER]

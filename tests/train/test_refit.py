@@ -12,6 +12,7 @@ import coterie
 from coterie._core.errors import SettingError
 from coterie.conformance import federation
 from coterie.engine.resplit import merged
+from coterie.select.auto import fit_chosen
 from coterie.train import fit as training
 from coterie.train.fit import fit, resume
 
@@ -74,8 +75,8 @@ def test_what_cannot_be_refitted() -> None:
 @pytest.mark.slow
 def test_auto_refits_unless_told_otherwise(tmp_path: Path) -> None:
     fed = federation((30, 30, 30), split=SPLIT)
-    run = coterie.fit(fed, "auto", 9, tmp_path / "auto")
-    assert run.trained_on == ("train", "validation")
-    plain = coterie.fit(fed, "auto", 9, refit="none")
+    run = fit_chosen(fed, 9, tmp_path / "auto", refit="validation", guard=False)
+    assert run.trained_on == coterie.fit(fed, "auto", 9).trained_on == ("train", "validation")
+    plain = fit_chosen(fed, 9, guard=False)
     assert plain.trained_on == ("train",) and torch.equal(plain.personal, run.scored)
     assert torch.equal(resume(tmp_path / "auto", fed).personal, run.personal)
