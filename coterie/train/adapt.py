@@ -370,7 +370,10 @@ def _collaborating(
 
 @dataclass(frozen=True)
 class _AtHome(Algorithm):
-    """What a newcomer computes from its own rows: y <- y - lr (grad f(y) + pull (y - x)), `steps` times."""
+    """What a newcomer computes from its own rows: y <- y - lr (grad f(y) + pull (y - x)), `steps` times.
+
+    The step was chosen for other clients: where it would raise f(y) + pull/2 |y - x|^2 it is halved, and y stays.
+    """
 
     lr: float = setting(0.05, "step size", above=0)
     steps: int = setting(0, "steps", low=0)
@@ -379,9 +382,18 @@ class _AtHome(Algorithm):
         return client.full_grad(x)
 
     def tuned(self, client: Client, x: Tensor, pull: Tensor) -> Tensor:
-        centre = x
+        centre, pace = x, torch.full_like(pull, self.lr)
+
+        def objective(y: Tensor) -> Tensor:
+            return client.loss(y) + 0.5 * pull * (y - centre).square().sum(-1, keepdim=True)
+
+        value = objective(x)
         for _ in range(self.steps):
-            x = x - self.lr * (client.full_grad(x) + pull * (x - centre))
+            further = x - pace * (client.full_grad(x) + pull * (x - centre))
+            reached = objective(further)
+            lower = reached <= value
+            x, value = torch.where(lower, further, x), torch.where(lower, reached, value)
+            pace = torch.where(lower, pace, 0.5 * pace)
         return x
 
 

@@ -17,9 +17,10 @@ import coterie
 from coterie._core.errors import DataError, RunError
 from coterie.algorithms import all_algorithms, make
 from coterie.algorithms.cobo import PRINTED
+from coterie.conformance import federation
 from coterie.data import bundled, tables
 from coterie.engine.state import State
-from coterie.train.adapt import _step_size, adapt, collaborators, load_state, personal_models
+from coterie.train.adapt import _step_size, _tuned, adapt, collaborators, load_state, personal_models
 from coterie.train.predict import Predictor
 
 if TYPE_CHECKING:
@@ -272,3 +273,13 @@ class TestCommand:
             assert done.code == 2 and "adapted models" in done.err
         done = command("adapt", trained["ditto"], tmp_path / "none.csv", "--out", out)
         assert done.code == 2 and "exists already" in done.err
+
+
+@pytest.mark.parametrize("lr", [0.05, 50.0])
+def test_steps_at_home_never_raise_the_loss_of_a_newcomer(lr: float) -> None:
+    """A step size that suited the run's clients may be far too large for rows in other units."""
+    fed = federation((12, 20, 9), split=(0.8, 0.0, 0.2))
+    start = fed.initial_model().expand(fed.n, -1)
+    tuned, _ = _tuned(fed, start, lr)
+    before, after = (fed.score(models, "train")["loss"] for models in (start, tuned))
+    assert (after < before).all() and torch.isfinite(tuned).all()
