@@ -77,6 +77,10 @@ class Diverged(RunError):
     """
 
 
+class NotReopened(RunError):
+    """Raised when no node lets more of its rows train."""
+
+
 class NobodyAnswered(CoterieError):
     """Raised when every client asked in a call dropped out; the run loses that round and goes on."""
 

@@ -13,7 +13,7 @@ EXTRAS = {
     "export": ("onnx", "onnxscript"),
     "tune": ("optuna",),
     "track": ("tensorboard", "mlflow", "wandb"),
-    "llm": ("transformers", "peft", "gguf"),
+    "llm": ("transformers", "tokenizers", "peft", "gguf"),
     "images": ("PIL",),
     "stats": ("statsmodels",),
     "ray": ("ray",),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write(temporary)
+            _telling_errors(write, temporary)
             with open(temporary, "rb+") as stream:
                 systems.flush(stream.fileno())
             systems.replace(temporary, path)
@@ -41,6 +43,19 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
         raise RunError(
             f"{path} cannot be written ({why}). Choose another place, or see to permissions and free space."
         ) from problem
+
+
+def _telling_errors(write: Callable[[Path], object], path: Path) -> None:
+    """Call `write`; errors of the system that polars and safetensors have as text only become those of Python."""
+    try:
+        write(path)
+    except OSError:
+        raise
+    except Exception as problem:
+        number = re.search(r"\(os error (\d+)\)", str(problem))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from problem
 
 
 def require_writable(path: Path) -> None:
@@ -55,6 +70,38 @@ def require_writable(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write text as UTF-8."""
     write_with(path, lambda temporary: temporary.write_bytes(text.encode()))
+
+
+def append(path: Path, content: bytes, sync: bool = True) -> None:
+    """Append to a file, all of it or nothing; a new file can be read by its owner only.
+
+    Parameters
+    ----------
+    path
+        The file.
+    content
+        What to append.
+    sync
+        Whether it is on disk, not only with the operating system, on return.
+
+    Raises
+    ------
+    OSError
+        The file is as it was.
+    """
+    descriptor = systems.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            if os.write(descriptor, content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync:
+                systems.flush(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def seal(folder: Path, name: str, text: str) -> None:
@@ -109,7 +156,24 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], note: dict[str, Any] |
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in rows.items()}
     notes = {"note": note, "shared": shared or None}
     metadata = {name: json.dumps(value) for name, value in notes.items() if value is not None}
+
     write_with(path, lambda temporary: save_file(plain, temporary, metadata=metadata or None))
+
+
+def disk_is_full(problem: BaseException) -> bool:
+    """Return True if an error, or one that led to it, is that of a disk without space.
+
+    Examples
+    --------
+    >>> disk_is_full(OSError(errno.ENOSPC, "No space left on device")), disk_is_full(ValueError())
+    (True, False)
+    """
+    cause: BaseException | None = problem
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def read_tensors(path: Path, expected: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,11 +11,13 @@ import ctypes
 import errno
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -160,7 +162,7 @@ def keep_private(path: Path) -> None:
         return
     rights = "(OI)(CI)F" if path.is_dir() else "F"
     command = ["icacls", str(path), "/inheritance:r", "/grant:r", f"*S-1-3-4:{rights}"]  # S-1-3-4: the owner
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise SettingError(f"{path} cannot be kept from other users: {done.stdout or done.stderr}".strip())
 
@@ -188,7 +190,7 @@ def others_can_read(path: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if a process runs."""
+    """Return True if a process runs; one that has ended and that its parent has not asked about yet does not."""
     if sys.platform == "win32":  # os.kill(pid, 0) would send it Ctrl-C
         kernel: Any = ctypes.WinDLL("kernel32")
         handle, code = kernel.OpenProcess(0x1000, False, pid), ctypes.c_ulong()
@@ -201,7 +203,18 @@ def is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    return not _has_ended(pid)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return True for a zombie, to which signals can still be sent."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+        return True
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return told.startswith("Z")
 
 
 def apart() -> dict[str, Any]:
@@ -247,8 +260,43 @@ def end(process: subprocess.Popen[bytes], within: float) -> None:
     process.wait()
 
 
-def script(words: str) -> tuple[str, str]:
+def quoted(words: Sequence[str]) -> str:
+    """Return a command as one types it into the system's shell; Windows knows no single quotes."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+
+
+def script(words: Sequence[str]) -> tuple[str, str]:
     """Return name and content of a script that runs a command in the script's folder, with the caller's arguments."""
     if sys.platform == "win32":
-        return "start.cmd", f'@cd /d "%~dp0" && {words} %*\r\n'
-    return "start.sh", f'#!/bin/sh\ncd "$(dirname "$0")" && exec {words} "$@"\n'
+        line = quoted(words).replace("%", "%%")
+        return "start.cmd", f'@chcp 65001 >nul\r\n@cd /d "%~dp0" && {line} %*\r\n'
+    return "start.sh", f'#!/bin/sh\ncd "$(dirname "$0")" && exec {quoted(words)} "$@"\n'
+
+
+def find_program(names: Iterable[str]) -> str | None:
+    """Return the first of these programs that is installed, or None.
+
+    Parameters
+    ----------
+    names
+        As one types them, such as `chromium`; where Windows and macOS put programs that are not typed, files such as
+        `Google/Chrome/Application/chrome.exe` and `Google Chrome.app`.
+    """
+    for name in names:
+        if name.endswith(".exe"):
+            homes = ("PROGRAMFILES", "PROGRAMFILES(X86)", "LOCALAPPDATA") if sys.platform == "win32" else ()
+            places = [Path(os.environ[home], name) for home in homes if os.environ.get(home)]
+        elif name.endswith(".app"):
+            inside = Path(name, "Contents", "MacOS", name.removesuffix(".app"))
+            roots = ["/Applications", str(Path.home() / "Applications")]
+            places = [Path(root, inside) for root in roots] if sys.platform == "darwin" else []
+        else:
+            places = [Path(found)] if (found := shutil.which(name)) else []
+        if there := next((place for place in places if place.exists()), None):
+            return str(there)
+    return None
+
+
+def has_libuv() -> bool:
+    """Return True where torch is built with libuv, which its TCP stores take for granted; on Windows it is not."""
+    return sys.platform != "win32"
