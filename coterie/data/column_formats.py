@@ -51,6 +51,8 @@ class NumberFormat:
         import polars as pl
 
         found = text.str.extract(self.pattern, 1)
+        if found.null_count() == len(found):
+            return found.cast(pl.Float64)
         group = "," if self.decimal == "." else "."
         plain = found.str.replace_all(rf"[{group}\u00a0\u202f '’]", "").str.replace("−", "-", literal=True)
         plain = plain.str.replace(",", ".", literal=True) if self.decimal == "," else plain
@@ -78,6 +80,8 @@ class DateFormat:
         import polars as pl
 
         date = text.str.extract(rf"^({self.shape})(?:[T ,]\s*{_TIME})?$", 1)
+        if date.null_count() == len(date):
+            return date.cast(pl.Float64)
         days = date.str.to_date(self.code, strict=False).to_physical().cast(pl.Float64)
         times = text.str.extract(rf"^{self.shape}[T ,]\s*(.+)$", 1)
         return days + _time_of_day(times).fill_null(0.0)
@@ -95,6 +99,8 @@ class TimeFormat:
 def _time_of_day(text: polars.Series) -> polars.Series:
     import polars as pl
 
+    if not text.str.contains(f"^{_TIME}$").any():
+        return pl.repeat(None, len(text), dtype=pl.Float64, eager=True)
     parts = [text.str.extract(f"^{_TIME}$", place) for place in range(1, 7)]
     hour, minute, second = (part.cast(pl.Float64, strict=False) for part in parts[:3])
     half = parts[3].str.to_lowercase()
@@ -137,6 +143,20 @@ _TWINS = {"dd/mm/yyyy": "mm/dd/yyyy", "dd-mm-yyyy": "mm-dd-yyyy", "dd/mm/yy": "m
 def is_date(name: str) -> bool:
     """Return True for the format of a date or time."""
     return name in _DATES
+
+
+def bounds(written: polars.Series) -> int:
+    """Return how many values of a column are written as bounds, such as "<0.3", or as rough values, such as "~5".
+
+    Examples
+    --------
+    >>> import polars
+    >>> bounds(polars.Series(["<0.3", "0.4", None, ">= 9"]))
+    2
+    """
+    import polars as pl
+
+    return int(written.str.contains(r"^\s*[<>≤≥~≈]").sum()) if written.dtype == pl.String else 0
 
 
 def parse(text: polars.Series, name: str) -> polars.Series:

@@ -15,6 +15,7 @@ FEW_VALUES = 50  # a column with fewer values than this, in effect, is never tak
 _UNIQUE = 0.98  # share of the rows whose value occurs once at its client
 _WORDS = 3.0  # per value, in free text
 _SAME = 0.9999  # share of the target's variation that a copy of it explains
+_MISSED = 6  # pairs of equal values that chance would have brought, where row numbers have none
 _EVIDENCE = 20  # rows that are not of their client's most frequent class
 _NAMES = re.compile(
     r"(^|[_\W]|(?<=[a-z]))(id|ids|uuid|guid|mrn|ssn|identifier|rownum|row_?number|index)$", re.IGNORECASE
@@ -183,9 +184,12 @@ def _spread(one: ColumnFacts) -> float:
 def _dense(one: ColumnFacts) -> bool:
     """Return True if n different whole numbers lie as close as row numbers do, whose variance is n²/12.
 
-    Numbers of a smaller variance are different at each client only, as years of a panel are.
+    Values drawn at random from as narrow a range would agree in some pairs: fewer than expected by `_MISSED` pairs do
+    (a chance of e^-6 if none does). So 60 ages are no row numbers. Numbers of a smaller variance are different at each
+    client only, as years of a panel are.
     """
-    return one.whole <= 2 * math.sqrt(12 * _spread(one)) <= 4 * one.whole
+    reach = math.sqrt(12 * _spread(one))
+    return one.whole <= 2 * reach <= 4 * one.whole and one.pairs >= reach * (one.equal + _MISSED)
 
 
 def _large(one: ColumnFacts) -> bool:

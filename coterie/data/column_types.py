@@ -14,7 +14,10 @@ from coterie.data import column_formats, delimited
 if TYPE_CHECKING:
     import polars
 
-MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "None", "?")
+MISSING = (
+    *("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "?"),
+    *("#N/A", "#NA", "#DIV/0!", "#NULL!", "#VALUE!", "#REF!", "#NUM!"),  # what spreadsheets write
+)
 _DAY = 86_400_000_000  # microseconds
 _EXACT = 2.0**53  # whole numbers beyond this are not all floats
 

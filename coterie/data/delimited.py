@@ -76,7 +76,7 @@ def _decode(path: Path, data: bytes) -> str:
         guess, encoding = ("UTF-16", "utf-16") if wide else ("latin-1 (Western Excel)", "latin1")
         raise DataError(
             f"{path}: the byte at offset {error.start} (line {line}) is not UTF-8. If the file is {guess}, "
-            f"convert it: {_conversion(path, encoding)}"
+            f'save it from Excel as "CSV UTF-8", or convert it: {_conversion(path, encoding)}'
         ) from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1

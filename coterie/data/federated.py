@@ -151,7 +151,8 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
         if grouping.finest(frame, roles.client, [roles.cluster]) is None:
             raise DataError(
                 f"{source}: clients have rows in several clusters of column {roles.cluster!r}. Put all rows of "
-                "a client into one; grouping columns crossed with clients are named with a second --cluster"
+                "a client into one; if the column is crossed with clients, name it twice: "
+                f"--cluster {roles.cluster} --cluster {roles.cluster}"
             )
         first = (torch.tensor(sizes).cumsum(0) - torch.tensor(sizes)).tolist()
         clusters = [columns.labels(frame[roles.cluster])[row] for row in first]

@@ -108,7 +108,7 @@ def decide(
             if count
             else f"Column {name!r} contains clients: {levels} levels."
         )
-    return None, tuple(names), notes
+    return None, tuple(several), notes
 
 
 def finest(frame: polars.DataFrame, client: str, names: Sequence[str]) -> str | None:

@@ -142,10 +142,10 @@ def cifar(
         raise _pickled(path, path.name)
     classes: set[str] = set()
     found = sorted(members(path, lambda name: _wanted(path, name, split, classes)))
-    binary = [(name, raw) for name, raw in found if not _is_picture(name)]
+    binary = [(name, raw) for name, raw in found if not is_picture(name)]
     if any(name.suffix == ".bin" for name, _ in binary):
         return _binary(path, binary, split, labels)
-    pictures = [(name, raw) for name, raw in found if _is_picture(name)]
+    pictures = [(name, raw) for name, raw in found if is_picture(name)]
     if not pictures:
         raise DataError(
             f"{path} holds no {split} images; expected {split}/class/*.jpg or the binary version of CIFAR"
@@ -159,7 +159,7 @@ def _wanted(path: Path, name: PurePosixPath, split: str, classes: set[str]) -> b
     """Return True if a file is to be read; note the classes of both splits, so that their numbers agree."""
     if name.name in _PICKLED or (name.suffix == "" and name.parent.name == "cifar-100-python"):
         raise _pickled(path, name.as_posix())
-    if _is_picture(name):
+    if is_picture(name):
         if len(name.parts) < 3 or name.parts[-3] not in ("train", "test"):
             return False
         classes.add(name.parts[-2])
@@ -169,7 +169,8 @@ def _wanted(path: Path, name: PurePosixPath, split: str, classes: set[str]) -> b
     return name.name in ("batches.meta.txt", "fine_label_names.txt", "coarse_label_names.txt")
 
 
-def _is_picture(name: PurePosixPath) -> bool:
+def is_picture(name: PurePosixPath) -> bool:
+    """Return True if a file is a JPEG or PNG picture by its name."""
     return name.suffix.lower() in (".jpg", ".jpeg", ".png")
 
 
@@ -225,24 +226,37 @@ def _records(where: str, raw: bytes, label_bytes: int) -> np.ndarray:
 
 
 def _pictures(path: Path, found: Iterable[tuple[PurePosixPath, bytes]], classes: list[str]) -> Pool:
+    number = {name: k for k, name in enumerate(classes)}
+    pixels = decoded(path, found, "RGB")
+    y = torch.tensor([number[name.parts[-2]] for name, _ in found])
+    return Pool(pixels, y, classes)
+
+
+def decoded(path: Path, found: Iterable[tuple[PurePosixPath, bytes]], mode: str | None = None) -> Tensor:
+    """Return pictures of one size as float32 in 0..1, [rows, channels, height, width].
+
+    `mode` is "L" for grey or "RGB" for colours; None is grey if all pictures are.
+    """
     extras.require("images", f"{path} holds pictures; reading them")
     from PIL import Image
 
-    number = {name: k for k, name in enumerate(classes)}
-    pixels: list[np.ndarray] = []
+    pictures: list[Image.Image] = []
     for name, raw in found:
         try:
             with Image.open(io.BytesIO(raw)) as image:
-                if pixels and image.size != pixels[0].shape[1::-1]:
+                if pictures and image.size != pictures[0].size:
                     raise DataError(
                         f"{path}: {name} is {image.size[0]}x{image.size[1]}, the first picture is "
-                        f"{pixels[0].shape[1]}x{pixels[0].shape[0]}; all must have one size"
+                        f"{pictures[0].size[0]}x{pictures[0].size[1]}; all must have one size"
                     )
-                pixels.append(np.asarray(image.convert("RGB")))
+                grey = image.mode in ("1", "L")
+                pictures.append(image.convert(mode or ("L" if grey else "RGB")))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{path}: {name} is not a readable picture ({error}); fetch it again") from None
-    y = torch.tensor([number[name.parts[-2]] for name, _ in found])
-    return Pool(_unit(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)), y, classes)
+    if any(picture.mode == "RGB" for picture in pictures):
+        pictures = [picture.convert("RGB") for picture in pictures]
+    pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+    return _unit(pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2))
 
 
 def _unit(pixels: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coterie.data.reversed_labels import find_reversed
 from coterie.data.statistics import Moments, Statistics
 from coterie.data.table_spec import TableSpec
 
@@ -26,8 +27,6 @@ _ALIKE = math.log10(5)  # most clients have a spread within this factor of the m
 _MOST = 0.25  # share of the clients that can be odd; where more are, clients are just different
 _DEVIATIONS = 5.0  # times the median deviation of the clients' spreads
 _SHIFT = 20.0  # spreads between a client's mean and the usual one
-_OPPOSITE = 2.5  # standard errors below zero of a client's association with the target
-_SIGNAL = 0.05  # squares of the usual correlations with the target, at least
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class OddClient:
     column
         The column, or the target.
     kind
-        "units", "outliers" or "reversed".
+        "units", "outliers", "reversed", or "opposite", which is only named.
     factor
         How many times larger its numbers are, if that is a power of ten; 0 if its own mean and spread are taken.
     mean, sd
@@ -62,7 +61,7 @@ class OddClient:
         """Return mean and standard deviation for this client, given the usual ones."""
         if self.kind == "reversed":
             return -mean if abs(self.mean + mean) < abs(self.mean - mean) else mean, -sd
-        if self.kind == "outliers":
+        if self.kind in ("outliers", "opposite"):
             return mean, sd
         return (mean * self.factor, sd * self.factor) if self.factor else (self.mean, self.sd)
 
@@ -73,6 +72,11 @@ class OddClient:
             return (
                 f"{where}: the columns that speak for a value at other clients speak against it here, as if labels "
                 "were exchanged. Check their coding. They are turned round for training and back in predictions."
+            )
+        if self.kind == "opposite":
+            return (
+                f"{where}: some columns that speak for a value at other clients speak against it here. The client may "
+                "just differ, so nothing is changed; if its labels are exchanged, turn them round in the table."
             )
         if self.kind == "outliers":
             return (
@@ -108,7 +112,9 @@ class OddClients:
     def moments(self, column: str, usual: Moments) -> Moments:
         """Return the moments of a column without the clients that are odd in it; the usual ones if none is."""
         odd = {
-            one.client: one.kind for one in self.clients if one.column == column and one.kind != "reversed"
+            one.client: one.kind
+            for one in self.clients
+            if one.column == column and one.kind in ("units", "outliers")
         }
         if not odd:
             return usual
@@ -152,11 +158,12 @@ def find(statistics: Statistics, spec: TableSpec) -> OddClients:
     groups = np.array(statistics.by_client.groups)
     for group in dict.fromkeys(groups.tolist()) if spec.task in ("regression", "binary") else ():
         mine = np.flatnonzero(groups == group)
-        reversed_ones = _reversed([names[i] for i in mine.tolist()], sums[mine])
-        found += [
-            OddClient(name, spec.target, "reversed", mean=float(sums[names.index(name), -1, 1]))
-            for name in reversed_ones
-        ]
+        back = find_reversed(sums[mine], spec.task == "binary")
+        for kind, places in (("reversed", back.turned), ("opposite", back.opposite)):
+            found += [
+                OddClient(names[i], spec.target, kind, mean=float(sums[i, -1, 1]))
+                for i in mine[list(places)].tolist()
+            ]
     return OddClients(found, columns, statistics)
 
 
@@ -225,30 +232,3 @@ def _outliers(names: Sequence[str], column: str, sums: np.ndarray) -> list[OddCl
     return [
         OddClient(names[i], column, "outliers", count=int(outliers[i])) for i in np.flatnonzero(odd).tolist()
     ]
-
-
-def _reversed(names: Sequence[str], sums: np.ndarray) -> list[str]:
-    """Return clients whose columns go with the target the other way round than at the others, which agree.
-
-    A client's correlations with the target are projected on the usual ones, the median over clients: about 1 for a
-    client like the others, -1 for one with reversed labels. With R² explained by the columns, n rows give it an error
-    of sqrt((1 - R²) / (n R²)).
-    """
-    with np.errstate(all="ignore"):
-        correlation = sums[:, :-1, 6] / np.sqrt(sums[:, :-1, 5] * sums[:, -1:, 2])
-    correlation = np.nan_to_num(correlation, nan=0.0, posinf=0.0, neginf=0.0).clip(-1, 1)
-    rows = sums[:, -1, 0]
-    judged = (sums[:, -1, 2] > 0) & (rows > FEWEST_ROWS)
-    if judged.sum() < FEWEST_CLIENTS or not correlation.shape[1]:
-        return []
-    usual = np.median(correlation[judged], 0)
-    signal = float(np.square(usual).sum())
-    if signal < _SIGNAL:
-        return []
-    along = correlation @ usual / signal
-    error = np.sqrt((1 - min(signal, 0.9)) / (np.maximum(rows, 1) * signal))
-    odd = judged & (along <= -0.4) & (along <= -_OPPOSITE * error)
-    agree = (along[judged & ~odd] > 0).mean() if (judged & ~odd).any() else 0.0
-    if odd.sum() > max(1, _MOST * judged.sum()) or agree < 1 - _MOST / 2:
-        return []
-    return [names[i] for i in np.flatnonzero(odd).tolist()]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie._core.errors import DataError, nearest
 from coterie.data import column_types as columns
-from coterie.data import grouping, odd_clients
+from coterie.data import grouping, odd_clients, survival_times
 from coterie.data.scales import (
     FEWEST,
     MOST_FEATURES,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import polars
 
 STANDARD, RAW = "standard", "raw"  # the encodings: for linear models and networks, and for trees
+BOTH = "both"  # the columns of "standard", then those of "raw": for ensembles of both
 MOST_CODES = 48  # levels of a category that is one column of codes in the encoding "raw"
 
 __all__ = ["Levels", "Moments", "OneHot", "Preprocessor", "Scale", "Statistics", "local_statistics"]
@@ -166,6 +167,11 @@ class Preprocessor:
     @functools.cached_property
     def _sources(self) -> dict[str, str]:
         """Column behind each encoded feature, in order."""
+        if self.encoding == BOTH:
+            standard, raw = (
+                [(name, one.feature_of(name)) for name in one.feature_names] for one in self._two
+            )
+            return {**dict(standard), **{f"{name} (as it is)": column for name, column in raw}}
         sources: dict[str, str] = {}
         taken = {*self.spec.numeric, *self.spec.categories}
 
@@ -191,13 +197,25 @@ class Preprocessor:
                 add(f"{choice.name}=other", choice.name)
         return sources
 
+    @property
+    def _two(self) -> tuple[Self, Self]:
+        """The encodings that "both" puts side by side."""
+        return replace(self, encoding=STANDARD), replace(self, encoding=RAW)
+
     def as_codes(self, choice: OneHot) -> bool:
         """Return True if a category is one column of codes instead of a column per level."""
         return self.encoding == RAW and len(choice.levels) <= MOST_CODES
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Number of levels of each encoded feature that is a column of codes; 0 for the others."""
+        """Number of levels of each encoded feature that is a column of codes or an indicator; 0 for numbers."""
+        if self.encoding == BOTH:
+            return tuple(count for one in self._two for count in one.levels)
+        if self.encoding == STANDARD:
+            numbers = [
+                kind for scale in self.scales for kind in (*[0] * bool(scale.sd), *[2] * scale.missing)
+            ]
+            return (*numbers, *[2] * sum(choice.width for choice in self.choices))
         codes = {choice.name: len(choice.levels) for choice in self.choices if self.as_codes(choice)}
         return tuple(codes.get(name, 0) for name in self.feature_names)
 
@@ -227,6 +245,8 @@ class Preprocessor:
         Tensor
             Standardised numbers, and 0 or 1 for categories and missing values; see the class for "raw".
         """
+        if self.encoding == BOTH:
+            return torch.cat([one.encode(frame, source) for one in self._two], 1)
         frame = grouping.combined(frame, self.spec.groups)
         features = np.zeros((frame.height, len(self.feature_names)))
         place = 0
@@ -310,7 +330,7 @@ class Preprocessor:
         return self.spec.client if self.spec.client in frame.columns else None
 
     def encode_target(self, frame: polars.DataFrame, source: str = "the table") -> Tensor:
-        """Return class numbers, int64 [rows], or standardised targets, float64 [rows].
+        """Return class numbers, int64 [rows], standardised targets, or signed times, float64 [rows].
 
         Parameters
         ----------
@@ -331,6 +351,11 @@ class Preprocessor:
         """
         name = self.spec.target
         _require(frame, name, source)
+        if self.spec.event is not None:
+            _require(frame, self.spec.event, source)
+            return torch.tensor(
+                survival_times.signed_times(frame, name, self.spec.event, source, self._client_in(frame))
+            )
         if self.spec.task == "regression":
             values = columns.numbers(frame, name, source, self._client_in(frame)).to_numpy()
             encoded, wrong, what = (

@@ -96,11 +96,13 @@ def all_levels(name: str, seen: Levels) -> OneHot:
 def pooled_levels(seen: Mapping[str, Levels], choices: Sequence[OneHot]) -> list[str]:
     """Say which columns lost levels."""
     pooled = {choice.name: (len(choice.levels), len(seen[choice.name].counts)) for choice in choices}
-    some = [f"{name!r} ({kept} of {all} stay)" for name, (kept, all) in pooled.items() if 0 < kept < all]
+    some = [
+        f"{name!r} ({kept} of {all} levels stay)" for name, (kept, all) in pooled.items() if 0 < kept < all
+    ]
     none = [name for name, (kept, all) in pooled.items() if kept == 0 and all > 1]
-    rare = f"rare levels, seen in fewer than {FEWEST[0]} training rows or at one client only"
-    found = [f"Pooled into one level, {rare}: {', '.join(some)}."] if some else []
-    return found + ([f"Left out, because they have only {rare}: {columns.some(none)}."] if none else [])
+    rare = f"seen in fewer than {FEWEST[0]} training rows or at one client only"
+    found = [f"Rare levels, {rare}, are pooled into one: {', '.join(some)}."] if some else []
+    return found + ([f"Left out, because all levels are {rare}: {columns.some(none)}."] if none else [])
 
 
 def client_units(
@@ -110,6 +112,8 @@ def client_units(
     scales = {scale.name: scale for scale in usual_scales}
     found: dict[str, ClientUnits] = {}
     for one in odd.clients:
+        if one.kind == "opposite":
+            continue
         units = found.get(one.client, ClientUnits())
         if one.kind == "reversed" and task == "binary":
             units = replace(units, reversed_classes=True)

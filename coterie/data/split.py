@@ -169,5 +169,12 @@ def _rank(client: Tensor, sizes: Tensor, seed: int, ids: Tensor | None) -> Tenso
     return rank
 
 
+def split_parts(part: Tensor, sizes: Tensor) -> Split:
+    """Return the parts of rows that say which they are in: 0, 1, 2 for train, validation and test, [rows]."""
+    owner = torch.repeat_interleave(sizes)
+    counts = [torch.bincount(owner[part == k], minlength=len(sizes)) for k in range(3)]
+    return Split(*(_part(part == k, counts[k]) for k in range(3)))
+
+
 def _part(chosen: Tensor, size: Tensor) -> SplitPart:
     return SplitPart(order=chosen.nonzero().squeeze(1), start=size.cumsum(0) - size, size=size)

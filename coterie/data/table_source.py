@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from coterie.data.preprocess import Preprocessor
 
 
@@ -20,11 +22,14 @@ class TableSource:
         Encoding fitted on the training rows.
     warnings
         What `tables.check` noticed.
+    times
+        Times of all rows, client after client and ascending inside each, [rows], if rows are ordered in time.
     """
 
     options: dict[str, Any]
     preprocessor: Preprocessor
     warnings: list[str] = field(default_factory=list)
+    times: Tensor | None = None
 
     @property
     def target_scale(self) -> float:

@@ -22,7 +22,7 @@ class TableSpec:
     cluster
         Name of the cluster column, or None.
     task
-        "regression", "binary" or "multiclass".
+        "regression", "binary", "multiclass" or "survival".
     classes
         Names of the classes; empty for regression.
     numeric
@@ -39,6 +39,8 @@ class TableSpec:
         How every feature column is read, for `coterie data describe`.
     groups
         Category columns whose levels are groups of rows, crossed with clients or containing them.
+    event
+        Name of the column that says whether the event happened, for "survival"; else None.
     """
 
     client: str
@@ -53,12 +55,13 @@ class TableSpec:
     left_out: Mapping[str, str] = field(default_factory=dict)
     readings: tuple[ColumnReading, ...] = field(default=(), compare=False)
     groups: tuple[str, ...] = ()
+    event: str | None = None
 
     def stored(self) -> dict[str, Any]:
         """Return the fields as JSON values, without warnings and what is empty."""
         values = asdict(self) | {"warnings": []}
         del values["readings"]
-        optional = ("formats", "left_out", "groups")
+        optional = ("formats", "left_out", "groups", "event")
         return {name: value for name, value in values.items() if value or name not in optional}
 
 
@@ -70,6 +73,7 @@ def spec_of(
     task: str,
     classes: tuple[str, ...],
     groups: tuple[str, ...] = (),
+    event: str | None = None,
 ) -> TableSpec:
     """Return the roles of all columns, given how the feature columns are read."""
     used = [one for one in readings if one.used]
@@ -86,4 +90,5 @@ def spec_of(
         {one.column: one.kind for one in readings if not one.used},
         tuple(readings),
         groups,
+        event,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, nearest
-from coterie.data import column_facts, delimited, grouping, unpack
+from coterie.data import column_facts, delimited, grouping, survival_times, unpack
 from coterie.data import column_types as columns
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.column_readings import read as read_columns
@@ -153,6 +153,8 @@ def check(
     task: str | None = None,
     source: str = _SOURCE,
     keep: Iterable[str] = (),
+    event: str | None = None,
+    time: str | None = None,
 ) -> TableSpec:
     """Find out what each column is for, or raise an error that says what stops the table from being used.
 
@@ -174,6 +176,10 @@ def check(
         Path of the file, if there is one, so that errors can name its lines.
     keep
         Names of columns to use although they look like identifiers, free text or copies of client or target.
+    event
+        Name of the column that says whether the event happened at the time in `target`: the task is then "survival".
+    time
+        Name of a column with the time of each row, which is no feature unless it is in `keep`.
 
     Returns
     -------
@@ -196,19 +202,26 @@ def check(
     drop, keep, names = tuple(drop), tuple(keep), grouping.names_of(cluster)
     frame = grouping.combined(frame, names)
     roles = [("client", client), ("target", target), *(("cluster", name) for name in names)]
+    roles += [] if event is None else [("event", event)]
     _require_roles(frame, roles, drop, keep, source)
     known, groups, notes = grouping.decide(frame, client, names) if names else (None, (), [])
     if known is not None:
         _require_one_cluster(frame, client, known, source)
-    task, classes, hints = find_task(frame, client, target, task, source)
-    unused = {client, target, known, *drop} | (grouping.only_in_pairs(groups) - set(keep))
+    if event is None:
+        task, classes, hints = find_task(frame, client, target, task, source)
+    else:
+        hints = survival_times.check_times(frame, client, target, event, task, source)
+        task, classes = survival_times.TASK, ()
+    unused = {client, target, event, known, *drop, *({time} - set(keep))} | (
+        grouping.only_in_pairs(groups) - set(keep)
+    )
     names = tuple(name for name in frame.columns if name not in unused)
     constant = [
         name for name in names if columns.kind(frame[name]) and frame[name].drop_nulls().n_unique() == 1
     ]
     constant = [name for name in constant if not frame[name].null_count()]
     readings = read_columns(all_facts(frame, names, client, target, classes), keep, constant, groups)
-    spec = spec_of(readings, client, target, known, task, classes, groups)
+    spec = spec_of(readings, client, target, known, task, classes, groups, event)
     if not (spec.numeric or spec.categories):
         why = "; ".join(f"{one.column!r} {one.why}" for one in readings)
         raise DataError(
@@ -269,17 +282,26 @@ def _require_roles(
     for name in used:
         if used.count(name) > 1:
             raise DataError(
-                f"{source}: column {name!r} was given two roles among client, target, cluster, drop and keep. "
+                f"{source}: column {name!r} was given two roles among client, target, event, cluster, drop and keep. "
                 "Name a different column for each."
             )
     for role, name in roles:
-        _require_values(frame, role, name, source)
+        require_values(frame, role, name, source)
 
 
-def _require_values(frame: polars.DataFrame, role: str, name: str, source: str) -> None:
+def require_plain(frame: polars.DataFrame, role: str, name: str, source: str) -> None:
+    """Raise `DataError` if a column holds lists, bytes or the like."""
     column = frame[name]
     if columns.kind(column) is None:
-        raise DataError(f"{source}: {role} column {name!r} holds {column.dtype}, not plain values.")
+        raise DataError(
+            f"{source}: {role} column {name!r} holds {column.dtype}, not plain values. Write it as text or numbers."
+        )
+
+
+def require_values(frame: polars.DataFrame, role: str, name: str, source: str) -> None:
+    """Raise `DataError` if a column has no plain value in some row."""
+    require_plain(frame, role, name, source)
+    column = frame[name]
     missing = column.is_null() | column.is_nan() if column.dtype.is_float() else column.is_null()
     if missing.any():
         raise DataError(

@@ -39,6 +39,8 @@ def find_task(
     """
     import polars as pl
 
+    if task == "survival":
+        raise SettingError("survival needs the column that says whether the event happened: --event COLUMN")
     known = ("regression", "classification", "binary", "multiclass")
     if task is not None and task not in known:
         raise SettingError(f"Unknown task {task!r}.{nearest(task, known)}")

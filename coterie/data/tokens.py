@@ -85,6 +85,7 @@ def rows_of(
     split: tuple[float, float, float],
     seed: int = 0,
     most: int | None = None,
+    ids: Tensor | None = None,
 ) -> dict[str, Rows]:
     """Pack tokens into rows of context + 1 for training, validation and test, each document in one of them.
 
@@ -106,6 +107,8 @@ def rows_of(
         Seed of the split.
     most
         Use only this many tokens of each client, from its first documents.
+    ids
+        Index of each client in the federation, if these are not all of its clients.
 
     Returns
     -------
@@ -119,9 +122,9 @@ def rows_of(
     """
     if context < 1:
         raise SettingError(f"context={context}; it must be at least 1")
-    ids, lengths = _cut(tokens, most)
-    parts = split_rows(torch.tensor([len(one) for one in lengths]), split, seed)
-    pieces = ids.split(torch.cat(lengths).tolist())
+    stream, lengths = _cut(tokens, most)
+    parts = split_rows(torch.tensor([len(one) for one in lengths]), split, seed, ids)
+    pieces = stream.split(torch.cat(lengths).tolist())
     found = {}
     for name, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test)):
         packed = [
