@@ -4,7 +4,7 @@ from coterie.models.assorted import assorted
 from coterie.models.base import Model, dot, norm
 from coterie.models.causal_lm import causal_lm
 from coterie.models.checks import replace_batchnorm
-from coterie.models.counts import negative_binomial, poisson
+from coterie.models.counts import negative_binomial, poisson, tweedie
 from coterie.models.cumulative_logit import ordinal
 from coterie.models.description import from_description
 from coterie.models.glm import logistic, softmax
@@ -12,7 +12,9 @@ from coterie.models.linear import linear
 from coterie.models.low_rank import low_rank
 from coterie.models.neighbours import with_neighbours
 from coterie.models.network import network
+from coterie.models.survival import cox
 from coterie.models.trees import trees
+from coterie.models.valve import with_valve
 from coterie.models.zoo import charlstm, cnn, mlp, resnet9
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "causal_lm",
     "charlstm",
     "cnn",
+    "cox",
     "dot",
     "from_description",
     "linear",
@@ -36,5 +39,7 @@ __all__ = [
     "resnet9",
     "softmax",
     "trees",
+    "tweedie",
     "with_neighbours",
+    "with_valve",
 ]

@@ -93,7 +93,7 @@ class Model:
 
     @property
     def task(self) -> str:
-        """Task, which decides metrics and predictions: "regression", "binary", "multiclass" or "language"."""
+        """Task, for metrics and predictions: "regression", "binary", "multiclass", "language" or "survival"."""
         raise NotImplementedError
 
     @property
@@ -122,8 +122,13 @@ class Model:
         """How the losses of a client's rows are combined: "mean" or "sum"."""
         return "mean"
 
-    encoding: ClassVar[str] = "standard"
-    """How a table is encoded: "standard" (numbers standardised, a column per level) or "raw" (NaN, codes of levels)."""
+    whole_clients: ClassVar[bool] = False
+    """True if the loss of a row depends on the client's other rows, so that every gradient takes all of them."""
+
+    @property
+    def encoding(self) -> str:
+        """How a table is encoded: "standard" (numbers standardised, a column per level), "raw" (NaN, codes), "both"."""
+        return "standard"
 
     @property
     def target_in_units(self) -> bool:
@@ -144,6 +149,23 @@ class Model:
             By default the model itself.
         """
         return self
+
+    def with_class_weights(self, weights: Sequence[float]) -> Self:
+        """Return a copy whose training weighs the rows of each class so; raise `SettingError` if it cannot.
+
+        Parameters
+        ----------
+        weights
+            A positive weight for each class.
+
+        Returns
+        -------
+        Self
+            Metrics of such a model count rows alike.
+        """
+        raise SettingError(
+            f"{type(self).__name__} takes no class weights; linear models, splines and trees do"
+        )
 
     def measured(self) -> dict[str, str]:
         """Return choices made by timing, which a checkpoint stores so that a resumed run repeats them."""

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from coterie._core import randomness
+
 BLOCKS = 8  # blocks that the rows of a client are dealt to
+ELEMENTS = 1 << 30  # numbers of the gradients of blocks that are in memory together
 
 
 def mean_and_noise(
@@ -15,9 +18,10 @@ def mean_and_noise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of all rows, and the size and the dimensions of the error that their choice brings.
 
-    Rows are dealt to blocks in turn. With g_b the gradient of block b, p_b its share of the weight and g the mean, the
-    noise is B/(B - 1) sum_b p_b^2 |g_b - g|^2, whose expectation is the variance of g for equal blocks of independent
-    rows. Errors of covariance C fill (tr C)^2 / tr C^2 dimensions, estimated from the products of two blocks' errors.
+    Rows, which should be in random order, are dealt to blocks in turn. With g_b the gradient of block b, p_b its share
+    of the weight and g the mean, the noise is B/(B - 1) sum_b p_b^2 |g_b - g|^2, whose expectation is the variance of g
+    for equal blocks of independent rows. Errors of covariance C fill (tr C)^2 / tr C^2 dimensions, estimated from the
+    products of two blocks' errors.
 
     Parameters
     ----------
@@ -53,6 +57,12 @@ def mean_and_noise(
     """
     lead, rows = weight.shape[:-1], weight.shape[-1]
     count = min(count, rows)
+    most = max(1, ELEMENTS // (count * w.shape[-1]))
+    if len(lead) == 1 and lead[0] > most:
+        spans = [slice(at, at + most) for at in range(0, lead[0], most)]
+        parts = [mean_and_noise(grad, w[span], x[span], y[span], weight[span], count) for span in spans]
+        mean, noise, filled = (torch.cat(found) for found in zip(*parts, strict=True))
+        return mean, noise, filled
     missing = -rows % count
     dealt = [_dealt(part, len(lead), missing, count) for part in (x, y, weight)]
     total = weight.sum(-1, keepdim=True)
@@ -78,8 +88,11 @@ def mean_and_noise(
     return mean, noise, torch.where(used > 2, filled, 1.0).clamp(1, w.shape[-1])
 
 
-def first_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return at most so many rows of each client, with weights that have the same sum.
+def drawn_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return at most so many rows of each client, drawn at random and in random order, with weights of the same sum.
+
+    Files are often sorted, by class or by date: their first rows tell little of the rest, and blocks to which sorted
+    rows are dealt in turn resemble each other more than chance allows. The draw depends on nothing but the positions.
 
     Parameters
     ----------
@@ -88,7 +101,7 @@ def first_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor,
     y
         Targets, [..., rows].
     weight
-        Weight of each row, [..., rows].
+        Weight of each row, zero on padding, [..., rows].
     most
         Largest number of rows.
 
@@ -100,16 +113,22 @@ def first_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor,
     Examples
     --------
     >>> import torch
-    >>> from coterie.models.blocks import first_rows
-    >>> first_rows(torch.zeros(1, 4, 2), torch.zeros(1, 4), torch.full((1, 4), 0.25), most=2)[2].tolist()
+    >>> from coterie.models.blocks import drawn_rows
+    >>> drawn_rows(torch.zeros(1, 4, 2), torch.zeros(1, 4), torch.full((1, 4), 0.25), most=2)[2].tolist()
     [[0.5, 0.5]]
     """
     axis, rows = weight.dim() - 1, weight.shape[-1]
-    if rows <= most:
-        return x, y, weight
-    few = weight.narrow(axis, 0, most)
+    lot = randomness.uniform(randomness.slots(randomness.key("drawn rows"), rows)).to(weight.device)
+    order = torch.where(weight > 0, lot, 1 + lot).argsort(-1)[..., :most]
+    few = weight.gather(axis, order)
     few = few * (weight.sum(-1, keepdim=True) / few.sum(-1, keepdim=True).clamp(min=1e-30))
-    return x.narrow(axis, 0, most), y.narrow(axis, 0, most), few
+    return _gathered(x, axis, order), _gathered(y, axis, order), few
+
+
+def _gathered(part: Tensor, axis: int, order: Tensor) -> Tensor:
+    """Return the rows of [..., rows, *] in this order [..., count]."""
+    inner = part.shape[axis + 1 :]
+    return part.gather(axis, order.view(*order.shape, *(1 for _ in inner)).expand(*order.shape, *inner))
 
 
 def _dealt(part: Tensor, lead: int, missing: int, count: int) -> Tensor:

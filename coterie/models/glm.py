@@ -8,7 +8,8 @@ inside: with that layout both products of a gradient run at full speed on a stac
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,8 +18,10 @@ from torch.nn import functional
 
 from coterie._core.errors import CoterieError, DataError, SettingError
 from coterie.models.base import Model, dot, norm
+from coterie.models.basis import Basis
+from coterie.models.class_weights import checked, of_rows, weigh
 from coterie.models.groups import ParameterGroups
-from coterie.models.predictor import LinearPredictor
+from coterie.models.predictor import CurvePredictor, LinearPredictor
 from coterie.models.solve import Solution, lbfgs, newton
 from coterie.models.targets import count_classes
 
@@ -34,17 +37,32 @@ class Glm(Model):
     intercept: bool = False
     reduction: str = "mean"
     features: int | None = None
+    basis: Basis | None = field(default=None, kw_only=True)
+    class_weights: tuple[float, ...] | None = field(default=None, kw_only=True)
 
     name: ClassVar[str]
     curvature: ClassVar[float]
     closed_form: ClassVar[bool] = True
     has_hessian: ClassVar[bool] = True
+    takes_class_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.l2) and self.l2 >= 0):
             raise SettingError(f"l2={self.l2} is outside its range: give a finite number, 0 or more.")
         if self.reduction not in ("mean", "sum"):
             raise SettingError(f"reduction={self.reduction!r} is unknown: choose 'mean' or 'sum'.")
+        if isinstance(self.basis, dict):  # from a description
+            stored = {**self.basis, "levels": tuple(self.basis.get("levels", ()))}
+            object.__setattr__(self, "basis", Basis(**stored))
+        if self.basis is not None and self.features is not None and self.basis.levels:
+            if len(self.basis.levels) != self.features:
+                raise SettingError(
+                    f"the basis has levels of {len(self.basis.levels)} features, not {self.features}"
+                )
+
+        if self.class_weights is not None:
+            self._require_classes()
+            object.__setattr__(self, "class_weights", checked(self.class_weights))
 
     @property
     def outputs(self) -> int:
@@ -56,7 +74,7 @@ class Glm(Model):
         """Columns of the prepared inputs."""
         if self.features is None:
             raise SettingError(f"{self.name}() does not know its inputs yet; call fit_to(x, y) first.")
-        return self.features + self.intercept
+        return (self.features if self.basis is None else self.basis.width(self.features)) + self.intercept
 
     @property
     def d(self) -> int:
@@ -72,27 +90,35 @@ class Glm(Model):
             raise DataError(f"The model expects {self.features} features; these rows have {features}.")
         return replace(self, features=features)
 
+    def with_levels(self, levels: Sequence[int]) -> Self:
+        return self if self.basis is None else replace(self, basis=self.basis.with_levels(levels))
+
+    def with_class_weights(self, weights: Sequence[float]) -> Self:
+        self._require_classes()
+        return replace(self, class_weights=tuple(weights))
+
     def prepare(self, x: Tensor) -> Tensor:
         """Return raw rows [n, *features] as [n, columns], with a column of ones for the intercept."""
-        x = x.flatten(1)
+        x = x.flatten(1) if self.basis is None else self.basis(x.flatten(1))
         return torch.cat([x, torch.ones_like(x[:, :1])], 1) if self.intercept else x
 
     def loss(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        value = dot(self._row_losses(self._table(w) @ x.mT, y), weight)
+        value = dot(self._row_losses(self._table(w) @ x.mT, y), weigh(weight, y, self.class_weights))
         if self.l2:
             value += (0.5 * self.l2) * self._penalised(w).square().sum((-2, -1)).unsqueeze(-1)
         return value
 
     def grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        table = self._table(w)
+        table, weight = self._table(w), weigh(weight, y, self.class_weights)
         gradient = self._residuals(table @ x.mT, y).mul_(weight.unsqueeze(-2)) @ x
         if self.l2:
-            self._penalised(gradient.flatten(-2)).add_(self._penalised(w), alpha=self.l2)
+            penalised = self.columns - self.intercept
+            gradient[..., :penalised].add_(table[..., :penalised], alpha=self.l2)
         return gradient.flatten(-2)
 
     def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        bent = self._bend(self._table(w) @ x.mT, self._table(v) @ x.mT)
-        product = (bent * weight.unsqueeze(-2) @ x).flatten(-2)
+        bent = self._bend(self._table(w) @ x.mT, y, self._table(v) @ x.mT)
+        product = (bent * weigh(weight, y, self.class_weights).unsqueeze(-2) @ x).flatten(-2)
         if self.l2:
             self._penalised(product).add_(self._penalised(v), alpha=self.l2)
         return product
@@ -108,7 +134,7 @@ class Glm(Model):
 
     def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the rows themselves, without the ones of the intercept: a linear model has no hidden layer."""
-        return x[..., : self.features]
+        return x[..., : self.columns - self.intercept]
 
     def score_grad(self, w: Tensor, x: Tensor, slope: Tensor) -> Tensor:
         return (slope.mT @ x).flatten(-2)
@@ -118,6 +144,7 @@ class Glm(Model):
 
     def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return the bound curvature * lambda_max(X' diag(weight) X) + l2."""
+        weight = weigh(weight, y, self.class_weights)
         return (self.curvature * gram_eigenvalues(x, weight)[..., -1:] + self.l2).to(w.dtype)
 
     def convexity(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -161,16 +188,29 @@ class Glm(Model):
         for k in range(outputs):
             ones = torch.zeros_like(scores)  # anew each time: least squares returns it as it is
             ones[..., k, :] = 1.0
-            columns.append(self._bend(scores, ones))
-        return self._row_losses(scores, y), self._residuals(scores.clone(), y), torch.stack(columns, -2)
+            columns.append(self._bend(scores, y, ones))
+        found = self._row_losses(scores, y), self._residuals(scores.clone(), y), torch.stack(columns, -2)
+        if self.class_weights is None:
+            return found
+        share = of_rows(self.class_weights, y, scores)
+        return found[0] * share, found[1] * share.unsqueeze(-2), found[2] * share[..., None, None, :]
 
     def module(self, w: Tensor) -> nn.Module:
         table = self._table(w.detach())
         bias = table[:, -1] if self.intercept else None
-        return LinearPredictor(table[:, : self.features], bias, self.task)
+        line = LinearPredictor(table[:, : self.columns - self.intercept], bias, self.task)
+        return line if self.basis is None else CurvePredictor(self.basis, line)
 
     def describe(self) -> dict[str, Any]:
-        return {"model": self.name, **asdict(self)}
+        described = {"model": self.name, **asdict(self)}
+        for name in ("basis", "class_weights"):
+            if getattr(self, name) is None:
+                del described[name]  # as files before there was one
+        return described
+
+    def _require_classes(self) -> None:
+        if not self.takes_class_weights:
+            raise SettingError(f"{self.name}() takes no class weights; logistic() and softmax() do")
 
     def _table(self, w: Tensor) -> Tensor:
         """Return the weights as [..., outputs, columns]."""
@@ -178,7 +218,7 @@ class Glm(Model):
 
     def _penalised(self, w: Tensor) -> Tensor:
         """Return the weights that l2 penalises, [..., outputs, features]."""
-        return self._table(w)[..., : self.features]
+        return self._table(w)[..., : self.columns - self.intercept]
 
     def _penalty_diagonal(self, like: Tensor) -> Tensor:
         diagonal = torch.zeros(self.d, dtype=like.dtype, device=like.device)
@@ -194,7 +234,7 @@ class Glm(Model):
         """Return the derivatives of the row losses in the scores [..., outputs, B], which may be overwritten."""
         raise NotImplementedError
 
-    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+    def _bend(self, scores: Tensor, y: Tensor, change: Tensor) -> Tensor:
         """Return the first-order change of the residuals [..., outputs, B] for a change of the scores."""
         raise NotImplementedError
 
@@ -280,6 +320,7 @@ class Logistic(Glm):
     name: ClassVar[str] = "logistic"
     curvature: ClassVar[float] = 0.25
     convex: ClassVar[bool] = True
+    takes_class_weights: ClassVar[bool] = True
 
     @property
     def task(self) -> str:
@@ -295,7 +336,7 @@ class Logistic(Glm):
         return super().fit_to(x, y)
 
     def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        likely = torch.sigmoid(self._table(w) @ x.mT)
+        likely, weight = torch.sigmoid(self._table(w) @ x.mT), weigh(weight, y, self.class_weights)
         matrix = (x.mT * (likely * (1 - likely) * weight.unsqueeze(-2))) @ x
         matrix.diagonal(dim1=-2, dim2=-1).add_(self._penalty_diagonal(w))
         return matrix
@@ -312,7 +353,7 @@ class Logistic(Glm):
     def _residuals(scores: Tensor, y: Tensor) -> Tensor:
         return torch.sigmoid(scores).sub_(y.unsqueeze(-2))
 
-    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+    def _bend(self, scores: Tensor, y: Tensor, change: Tensor) -> Tensor:
         likely = torch.sigmoid(scores)
         return likely * (1 - likely) * change
 
@@ -326,6 +367,7 @@ class Softmax(Glm):
     name: ClassVar[str] = "softmax"
     curvature: ClassVar[float] = 0.5
     convex: ClassVar[bool] = True
+    takes_class_weights: ClassVar[bool] = True
 
     @property
     def outputs(self) -> int:
@@ -341,7 +383,7 @@ class Softmax(Glm):
         return replace(super().fit_to(x, y), classes=max(2, count_classes(y, self.classes)))
 
     def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        likely = torch.softmax(self._table(w) @ x.mT, -2)
+        likely, weight = torch.softmax(self._table(w) @ x.mT, -2), weigh(weight, y, self.class_weights)
         weighted = likely * weight.unsqueeze(-2)
         mixed = (likely.mT.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
         matrix = -(mixed * weight.unsqueeze(-1)).mT @ mixed
@@ -363,7 +405,7 @@ class Softmax(Glm):
         """Make the Hessian definite along shifts of all scores, which change no probability."""
         if self.l2 > 0 and not self.intercept:
             return
-        free = slice(self.features, None) if self.l2 > 0 else slice(None)
+        free = slice(self.columns - self.intercept, None) if self.l2 > 0 else slice(None)
         size = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None, None]
         self._blocks(matrix).diagonal(dim1=-3, dim2=-1)[..., free] += size
 
@@ -379,12 +421,17 @@ class Softmax(Glm):
         hit = y.long().unsqueeze(-2)
         return residuals.scatter_add_(-2, hit, residuals.new_full((), -1.0).expand(hit.shape))
 
-    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+    def _bend(self, scores: Tensor, y: Tensor, change: Tensor) -> Tensor:
         likely = torch.softmax(scores, -2)
         return likely * (change - (likely * change).sum(-2, keepdim=True))
 
 
-def logistic(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") -> Logistic:
+def logistic(
+    l2: float = 0.0,
+    intercept: bool = False,
+    reduction: str = "mean",
+    class_weights: Sequence[float] | None = None,
+) -> Logistic:
     """Return logistic regression for labels 0 and 1.
 
     Parameters
@@ -395,6 +442,8 @@ def logistic(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") 
         Add an intercept.
     reduction
         Combine the losses of a client's rows by their "mean" or their "sum".
+    class_weights
+        Weight of the rows of each class in the loss.
 
     Returns
     -------
@@ -409,11 +458,16 @@ def logistic(l2: float = 0.0, intercept: bool = False, reduction: str = "mean") 
     >>> model.d, model.task
     (2, 'binary')
     """
-    return Logistic(l2, intercept, reduction)
+    weights = None if class_weights is None else tuple(class_weights)
+    return Logistic(l2, intercept, reduction, class_weights=weights)
 
 
 def softmax(
-    l2: float = 0.0, intercept: bool = False, reduction: str = "mean", classes: int | None = None
+    l2: float = 0.0,
+    intercept: bool = False,
+    reduction: str = "mean",
+    classes: int | None = None,
+    class_weights: Sequence[float] | None = None,
 ) -> Softmax:
     """Return multinomial logistic regression for labels 0..C-1.
 
@@ -427,6 +481,8 @@ def softmax(
         Combine the losses of a client's rows by their "mean" or their "sum".
     classes
         Number of classes C; needed if the largest label may be missing from the data.
+    class_weights
+        Weight of the rows of each class in the loss.
 
     Returns
     -------
@@ -441,7 +497,8 @@ def softmax(
     >>> model.d, model.scores(torch.zeros(9), model.prepare(x)).shape
     (9, torch.Size([3, 3]))
     """
-    return Softmax(l2, intercept, reduction, classes=classes)
+    weights = None if class_weights is None else tuple(class_weights)
+    return Softmax(l2, intercept, reduction, classes=classes, class_weights=weights)
 
 
 def gram_eigenvalues(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from coterie._core.errors import SettingError
 from coterie.models.base import Model
+from coterie.models.class_weights import weigh
 from coterie.models.glm import Glm, Logistic, logistic, softmax
 from coterie.models.groups import Part
 from coterie.models.linear import Linear, linear
@@ -21,7 +22,7 @@ RIDGE = 1e-3  # as tables have it
 def head_of(model: Model) -> Glm | None:
     """Return a linear model itself, the model of a network's last nn.Linear if that gives the output, or None."""
     if isinstance(model, Glm):
-        return model
+        return None if model.whole_clients else model
     if not isinstance(model, Network):
         return None
     last = _last(model.flat_module.module)
@@ -57,7 +58,7 @@ def linearised(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) ->
     For classes: the step of iteratively reweighted least squares, one row per class, [..., classes, B, columns].
     """
     assert isinstance(model, Glm)
-    real = (weight > 0).to(w.dtype)
+    real = weigh((weight > 0).to(w.dtype), y, model.class_weights).sqrt()
     scores = model.scores(w, x).mT
     if isinstance(model, Linear):
         return x * real.unsqueeze(-1), (y - scores.squeeze(-2)) * real

@@ -96,7 +96,7 @@ class Linear(Glm):
     def _residuals(scores: Tensor, y: Tensor) -> Tensor:
         return scores.sub_(y.unsqueeze(-2))
 
-    def _bend(self, scores: Tensor, change: Tensor) -> Tensor:
+    def _bend(self, scores: Tensor, y: Tensor, change: Tensor) -> Tensor:
         return change
 
 

@@ -76,7 +76,8 @@ def _softmax(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return likely - hit, likely * (1 - likely) * (classes / (classes - 1))
 
 
-def _poisson_loss(scores: Tensor, y: Tensor) -> Tensor:
+def poisson_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """Return the Poisson loss [..., B] of scores [..., B, 1]: half the deviance, up to a constant in the targets."""
     z = scores.squeeze(-1)
     return z.exp() - y * z
 
@@ -86,13 +87,15 @@ def _poisson(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return mean - y.unsqueeze(-1), mean
 
 
-def _tweedie_loss(scores: Tensor, y: Tensor) -> Tensor:
-    z, p = scores.squeeze(-1), TWEEDIE_POWER
+def tweedie_loss(scores: Tensor, y: Tensor, power: float = TWEEDIE_POWER) -> Tensor:
+    """Return the Tweedie loss [..., B] of scores [..., B, 1]: half the deviance, up to a constant in the targets."""
+    z, p = scores.squeeze(-1), power
     return torch.exp((2 - p) * z) / (2 - p) - y * torch.exp((1 - p) * z) / (1 - p)
 
 
-def _tweedie(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    p, y = TWEEDIE_POWER, y.unsqueeze(-1)
+def tweedie_derivatives(scores: Tensor, y: Tensor, power: float = TWEEDIE_POWER) -> tuple[Tensor, Tensor]:
+    """Return the first and second derivative of the Tweedie loss in scores [..., B, 1]."""
+    p, y = power, y.unsqueeze(-1)
     up, down = torch.exp((2 - p) * scores), torch.exp((1 - p) * scores)
     return up - y * down, (2 - p) * up - (1 - p) * y * down
 
@@ -105,8 +108,8 @@ OBJECTIVES = {
     "regression": Objective("regression", _squared_loss, _squared, _itself, _itself),
     "binary": Objective("binary", _logistic_loss, _logistic, _logit, _itself),
     "multiclass": Objective("multiclass", _softmax_loss, _softmax, _log, _itself),
-    "poisson": Objective("poisson", _poisson_loss, _poisson, _log, torch.exp),
-    "tweedie": Objective("tweedie", _tweedie_loss, _tweedie, _log, torch.exp),
+    "poisson": Objective("poisson", poisson_loss, _poisson, _log, torch.exp),
+    "tweedie": Objective("tweedie", tweedie_loss, tweedie_derivatives, _log, torch.exp),
 }
 COUNTS = (
     "poisson",

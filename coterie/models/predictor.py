@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from coterie.models.basis import Basis
+
 
 def predictions(scores: Tensor, task: str) -> Tensor:
-    """Return values [B] for regression, probabilities [B, 2] for two classes, [B, C] for more."""
+    """Return numbers [B] for regression, hazards [B] for survival, probabilities [B, 2] or [B, C] for classes."""
     if task == "regression":
         return scores.squeeze(-1)
+    if task == "survival":
+        return scores.squeeze(-1).exp()
     if task == "binary":
         likely = torch.sigmoid(scores.squeeze(-1))
         return torch.stack([1 - likely, likely], -1)
@@ -29,6 +33,18 @@ class LinearPredictor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return predictions(self.linear(x.flatten(1).to(self.linear.weight.dtype)), self.task)
+
+
+class CurvePredictor(nn.Module):
+    """Linear model on functions of the inputs."""
+
+    def __init__(self, basis: Basis, line: LinearPredictor) -> None:
+        super().__init__()
+        self.basis, self.line = basis, line
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.line(self.basis(x.flatten(1).to(self.line.linear.weight.dtype)))
+        return found
 
 
 class NetworkPredictor(nn.Module):

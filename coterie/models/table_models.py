@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
-from coterie.models.glm import logistic, softmax
+from coterie.models.basis import Basis
+from coterie.models.counts import poisson, tweedie
+from coterie.models.glm import Glm, logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
+from coterie.models.survival import cox
 from coterie.models.trees import trees
 from coterie.models.zoo import mlp
+
+LINES: dict[str, Callable[..., Glm]] = {"regression": linear, "binary": logistic, "multiclass": softmax}
+QUANTITIES: dict[str, Callable[..., Glm]] = {"poisson": poisson, "tweedie": tweedie}
 
 
 def _linear(task: str, l2: float | None) -> Model:
     """Return a model linear in the features, with an intercept and slight ridge unless `l2` is given."""
-    make = {"regression": linear, "binary": logistic, "multiclass": softmax}[task]
-    return make(l2=1e-3, intercept=True) if l2 is None else make(l2=l2)
+    if task == "survival":
+        return cox(l2=1e-3 if l2 is None else l2)
+    return LINES[task](l2=1e-3 if l2 is None else l2, intercept=l2 is None)
 
 
 def _mlp(task: str, l2: float | None) -> Model:
@@ -31,10 +39,36 @@ def _trees(task: str, l2: float | None) -> Model:
     return trees()
 
 
+def _quantity(name: str) -> Callable[[str, float | None], Model]:
+    """Return a function that makes a model of counts or amounts, with an intercept and slight ridge as `_linear`."""
+
+    def make(task: str, l2: float | None) -> Model:
+        if task != "regression":
+            raise SettingError(
+                f"the model {name!r} is for counts and amounts, and the target is read as classes: --task regression"
+            )
+        return QUANTITIES[name](l2=1e-3 if l2 is None else l2, intercept=l2 is None)
+
+    return make
+
+
+def _curves(kind: str) -> Callable[[str, float | None], Model]:
+    """Return a function that makes a linear model on a basis."""
+
+    def make(task: str, l2: float | None) -> Model:
+        return replace(LINES[task](l2=1e-3 if l2 is None else l2, intercept=l2 is None), basis=Basis(kind))
+
+    return make
+
+
 TABLE_MODELS: dict[str, Callable[[str, float | None], Model]] = {
     "linear": _linear,
     "mlp": _mlp,
     "trees": _trees,
+    "splines": _curves("splines"),
+    "rff": _curves("rff"),
+    "poisson": _quantity("poisson"),
+    "tweedie": _quantity("tweedie"),
 }
 
 
@@ -46,7 +80,7 @@ def table_model(name: str, task: str, l2: float | None = None) -> Model:
     name
         A key of `TABLE_MODELS`.
     task
-        "regression", "binary" or "multiclass".
+        "regression", "binary", "multiclass" or "survival".
     l2
         Ridge penalty; the model's own if not given. A linear model with a penalty of yours has no intercept, which
         makes its loss strongly convex.
@@ -59,7 +93,7 @@ def table_model(name: str, task: str, l2: float | None = None) -> Model:
     Raises
     ------
     SettingError
-        There is no model of this name.
+        There is no model of this name, or it is not for this task.
 
     Examples
     --------
@@ -68,6 +102,11 @@ def table_model(name: str, task: str, l2: float | None = None) -> Model:
     """
     if name not in TABLE_MODELS:
         raise SettingError(f"no model {name!r} for tables.{nearest(name, TABLE_MODELS)}")
+    if task == "survival" and name != "linear":
+        raise SettingError(
+            f"{name} does not train on survival times; take the linear model, which is Cox regression, or predict "
+            "whether the event happened by a given time"
+        )
     return TABLE_MODELS[name](task, l2)
 
 

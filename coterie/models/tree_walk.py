@@ -62,6 +62,28 @@ def depth(child: Tensor) -> int:
     return int(level.max()) + 1 if child.numel() else 0
 
 
+def tables(splits: Tensor, categorical: Tensor, child: Tensor) -> dict[str, Tensor]:
+    """Return what a walk needs, by name, flat over trees and splits.
+
+    Parameters
+    ----------
+    splits
+        [trees, splits, 5].
+    categorical
+        Which features are categories, bool [features].
+    child
+        What `children` gives for these splits.
+    """
+    return {
+        "feature": splits[..., FEATURE].long().flatten(),
+        "threshold": splits[..., THRESHOLD].flatten(),
+        "missing": splits[..., MISSING].flatten() > 0.5,
+        "child": child.flatten(),
+        "first": torch.where(splits[:, 0, PARENT] < 0, -1, 0),
+        "categorical": categorical.to(splits.device),
+    }
+
+
 class Walk(nn.Module):
     """Finds the leaves of rows in several trees; tensors are buffers, so that exporters can write them.
 
@@ -86,23 +108,10 @@ class Walk(nn.Module):
         trees, count, _ = splits.shape
         child = children(splits)
         self.depth = depth(child)
-        empty = splits[:, 0, PARENT] < 0
-        buffers = {
-            "feature": splits[..., FEATURE].long().flatten(),
-            "threshold": splits[..., THRESHOLD].flatten(),
-            "missing": splits[..., MISSING].flatten() > 0.5,
-            "child": child.flatten(),
-            "first": torch.where(empty, -1, 0),
-            "offset": torch.arange(trees, device=splits.device) * count,
-            "categorical": categorical.to(splits.device),
-        }
+        buffers = tables(splits, categorical, child)
+        buffers["offset"] = torch.arange(trees, device=splits.device) * count
         for name, value in buffers.items():
             self.register_buffer(name, value.contiguous())
-
-    @property
-    def tables(self) -> tuple[Tensor, ...]:
-        """What a kernel needs: features, thresholds, ways of missing values, children, first splits, categories."""
-        return self.feature, self.threshold, self.missing, self.child, self.first, self.categorical
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the leaf of each row in each tree, int64 [rows, trees], for x [rows, features]."""
@@ -121,7 +130,7 @@ class Walk(nn.Module):
         return -1 - node
 
 
-def leaves(splits: Tensor, categorical: Tensor, x: Tensor) -> Tensor:
+def leaves(splits: Tensor, categorical: Tensor, x: Tensor, child: Tensor | None = None) -> Tensor:
     """Return the leaf of each row in each tree, int64 [rows, trees].
 
     Parameters
@@ -132,12 +141,34 @@ def leaves(splits: Tensor, categorical: Tensor, x: Tensor) -> Tensor:
         Which features are categories, bool [features].
     x
         [rows, features], NaN where a value is missing.
+    child
+        What `children` gives for these splits, if it is known.
     """
-    walk = Walk(splits, categorical)
     path = fast.find("tree walk", x)
     if path is not None:
-        found: Tensor = path.run(x, walk.tables, len(splits))
+        known = tables(splits, categorical, children(splits) if child is None else child)
+        found: Tensor = path.run(x, known, len(splits))
         return found
-    step = max(1, WALKED // max(1, len(splits)))
+    walk, step = Walk(splits, categorical), max(1, WALKED // max(1, len(splits)))
     parts = [walk(part) for part in x.split(step)]
     return torch.cat(parts) if parts else torch.zeros(0, len(splits), dtype=torch.long, device=x.device)
+
+
+def leaves_of_stack(splits: Tensor, categorical: Tensor, x: Tensor) -> Tensor:
+    """Return the leaf of each row in each tree of its own stack, int64 [stack, rows, trees].
+
+    Parameters
+    ----------
+    splits
+        [stack, trees, splits, 5].
+    categorical
+        Which features are categories, bool [features].
+    x
+        [stack, rows, features].
+    """
+    if bool((splits == splits[:1]).all()):
+        return leaves(splits[0], categorical, x.flatten(0, 1)).view(*x.shape[:-1], splits.shape[1])
+    parents = splits[..., PARENT]
+    child = children(splits[0]) if bool((parents == parents[:1]).all()) else None
+    each = zip(splits, x, strict=True)
+    return torch.stack([leaves(own, categorical, rows, child) for own, rows in each])

@@ -11,7 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from coterie._core.errors import DataError, SettingError
 from coterie.models import histograms
 from coterie.models.base import Model, dot
 from coterie.models.binning import NO_EDGE
+from coterie.models.class_weights import checked, weigh
 from coterie.models.groups import ParameterGroups
 from coterie.models.metrics import Metric, ScoredRows
-from coterie.models.objectives import COUNTS, OBJECTIVES, Objective
+from coterie.models.objectives import COUNTS, OBJECTIVES, TWEEDIE_POWER, Objective
 from coterie.models.predictor import predictions
 from coterie.models.targets import check_column, count_classes
 from coterie.models.tree_walk import (
@@ -35,6 +36,7 @@ from coterie.models.tree_walk import (
     THRESHOLD,
     Walk,
     leaves,
+    leaves_of_stack,
 )
 
 
@@ -48,8 +50,7 @@ class Trees(Model):
     classes: int | None = None
     features: int | None = None
     levels: tuple[int, ...] | None = None
-
-    encoding: ClassVar[str] = "raw"
+    class_weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.trees < 1 or self.leaves < 2:
@@ -82,6 +83,10 @@ class Trees(Model):
     @property
     def task(self) -> str:
         return "regression" if self.objective in COUNTS else self.loss_of.name
+
+    @property
+    def encoding(self) -> str:
+        return "raw"
 
     @property
     def target_in_units(self) -> bool:
@@ -128,6 +133,9 @@ class Trees(Model):
 
     def with_levels(self, levels: Sequence[int]) -> Self:
         return replace(self, levels=tuple(levels))
+
+    def with_class_weights(self, weights: Sequence[float]) -> Self:
+        return replace(self, class_weights=checked(weights))
 
     @functools.cached_property
     def categorical(self) -> Tensor:
@@ -216,13 +224,7 @@ class Trees(Model):
             return leaves(splits, self.categorical, x)
         stack = w.shape[:-1].numel()
         splits, rows = splits.reshape(stack, *splits.shape[-3:]), x.reshape(stack, *x.shape[-2:])
-        if bool((splits == splits[:1]).all()):
-            found = leaves(splits[0], self.categorical, rows.flatten(0, 1))
-        else:
-            found = torch.cat(
-                [leaves(own, self.categorical, part) for own, part in zip(splits, rows, strict=True)]
-            )
-        return found.view(*x.shape[:-1], splits.shape[1])
+        return leaves_of_stack(splits, self.categorical, rows).view(*x.shape[:-1], splits.shape[1])
 
     def margins(self, w: Tensor, x: Tensor, found: Tensor | None = None) -> Tensor:
         """Return the scores on the scale on which trees add up, [..., B, C]."""
@@ -248,13 +250,13 @@ class Trees(Model):
         return {metric.name: metric.sums(rows) for metric in metrics}
 
     def loss(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return dot(self.loss_of.loss(self.margins(w, x), y), weight)
+        return dot(self.loss_of.loss(self.margins(w, x), y), weigh(weight, y, self.class_weights))
 
     def grad(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient in base and values of trees in use; it is zero in the splits."""
         found = self.leaf_numbers(w, x)
         first, _ = self.loss_of.derivatives(self.margins(w, x, found), y)
-        return self._spread(w, found, first * weight.unsqueeze(-1))
+        return self._spread(w, found, first * weigh(weight, y, self.class_weights).unsqueeze(-1))
 
     def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         found = self.leaf_numbers(w, x)
@@ -266,7 +268,7 @@ class Trees(Model):
             bent = likely * (change - (likely * change).sum(-1, keepdim=True))
         else:
             bent = self.loss_of.derivatives(margins, y)[1] * change
-        return self._spread(w, found, bent * weight.unsqueeze(-1))
+        return self._spread(w, found, bent * weigh(weight, y, self.class_weights).unsqueeze(-1))
 
     def hidden_features(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the rows themselves."""
@@ -288,7 +290,10 @@ class Trees(Model):
 
     def describe(self) -> dict[str, Any]:
         levels = None if self.levels is None else list(self.levels)
-        return {"model": "trees", **asdict(self), "levels": levels}
+        described = {"model": "trees", **asdict(self), "levels": levels}
+        if self.class_weights is None:
+            del described["class_weights"]  # as files before there were any
+        return described
 
     def _sums(self, values: Tensor, found: Tensor) -> Tensor:
         """Return the sum over trees of the values [..., T, C, L] of the leaves found, [..., B, C]."""
@@ -376,7 +381,40 @@ def trees(
     return Trees(trees, leaves, objective, classes, None, None if levels is None else tuple(levels))
 
 
+def with_loss_of(own: Model, given: Model | str) -> Model:
+    """Return trees with the loss of a given model of counts or amounts; other models as they are.
+
+    Parameters
+    ----------
+    own
+        The model that a method brings along.
+    given
+        The model that was asked for, or its name.
+
+    Returns
+    -------
+    Model
+        Trees for Poisson regression have Poisson's loss.
+
+    Raises
+    ------
+    SettingError
+        Tweedie's loss is asked for with a power that trees do not have.
+
+    Examples
+    --------
+    >>> with_loss_of(trees(), "poisson").objective
+    'poisson'
+    """
+    name = given if isinstance(given, str) else getattr(given, "name", "")
+    if not isinstance(own, Trees) or name not in COUNTS:
+        return own
+    if getattr(given, "power", TWEEDIE_POWER) != TWEEDIE_POWER:
+        raise SettingError(f"trees have Tweedie's loss with power {TWEEDIE_POWER} only")
+    return replace(own, objective=name)
+
+
 def restore(**settings: Any) -> Trees:
     """Return the model that `Trees.describe` described."""
-    levels = settings.get("levels")
-    return Trees(**{**settings, "levels": None if levels is None else tuple(levels)})
+    lists = {name: settings.get(name) for name in ("levels", "class_weights")}
+    return Trees(**settings | {name: None if one is None else tuple(one) for name, one in lists.items()})

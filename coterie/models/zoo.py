@@ -15,6 +15,7 @@ from coterie.models.layers import Block, Blocks, ChannelAxis, CharLSTM, GlobalMa
 from coterie.models.low_rank import low_rank
 from coterie.models.network import Network, check_rows, seeded
 from coterie.models.targets import check_column, count_classes
+from coterie.models.valve import with_valve
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 _NORMS: dict[str, Callable[[int], nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
@@ -90,6 +91,7 @@ def mlp(
     activation: str = "relu",
     norm: str | None = None,
     adapters: int | None = None,
+    valve: bool = False,
     **options: Any,
 ) -> Network:
     """Return a multilayer perceptron over the flattened inputs.
@@ -104,6 +106,8 @@ def mlp(
         "batch" or "layer" for a layer of normalisation before every activation.
     adapters
         Rank of adapters that are trained in place of the weights, which stay as they were drawn (`low_rank`).
+    valve
+        Put a valve before the last layer, as GPFL needs it (`with_valve`).
     **options
         `classes`, the number of classes if some may be missing from the data, and those of `network` except `buffers`.
 
@@ -123,7 +127,15 @@ def mlp(
         raise SettingError(f"activation={activation!r} is unknown: choose from {', '.join(_ACTIVATIONS)}.")
     if norm is not None and norm not in _NORMS:
         raise SettingError(f"norm={norm!r} is unknown: choose from {', '.join(_NORMS)}.")
-    more = {name: value for name, value in (("norm", norm), ("adapters", adapters)) if value is not None}
+    if valve and adapters is not None:
+        raise SettingError(
+            "mlp has a valve or adapters, not both: a valve beside frozen weights is not trained."
+        )
+    more = {
+        name: value
+        for name, value in (("norm", norm), ("adapters", adapters), ("valve", valve or None))
+        if value is not None
+    }
     return _make("mlp", {"hidden": tuple(hidden), "activation": activation, **more}, **options)
 
 
@@ -261,6 +273,7 @@ def _build_mlp(
     activation: str,
     norm: str | None = None,
     adapters: int | None = None,
+    valve: bool = False,
 ) -> nn.Module:
     layers: list[nn.Module] = [nn.Flatten()]
     width = torch.Size(features).numel()
@@ -269,6 +282,8 @@ def _build_mlp(
         layers += [nn.Linear(width, size), *between, _ACTIVATIONS[activation]()]
         width = size
     module = nn.Sequential(*layers, nn.Linear(width, outputs))
+    if valve:
+        return with_valve(module)
     return module if adapters is None else low_rank(module, adapters)
 
 

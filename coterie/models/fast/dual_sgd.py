@@ -50,6 +50,7 @@ def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
         type(model) not in LOSSES
         or not isinstance(model, Glm)
         or (model.l2 and model.intercept)
+        or model.class_weights is not None
         or rows.augment is not None
     ):
         return False

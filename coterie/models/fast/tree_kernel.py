@@ -52,14 +52,22 @@ def supports_walk(x: Tensor) -> bool:
     return native.available and x.device.type == "cpu"
 
 
-def walk(x: Tensor, tables: tuple[Tensor, ...], trees: int) -> Tensor:
+def walk(x: Tensor, tables: dict[str, Tensor], trees: int) -> Tensor:
     """Return the leaves of rows in trees, int64 [rows, trees]; each thread has rows of its own."""
-    feature, threshold, missing, child, start, categorical = tables
+    feature = tables["feature"]
     if feature.numel() and (int(feature.min()) < 0 or int(feature.max()) >= x.shape[1]):
         raise IndexError("a split names a feature that the rows do not have")
     leaf = torch.empty(len(x), trees, dtype=torch.long)
-    gone, kinds = (part.to(torch.uint8).contiguous() for part in (missing, categorical))
-    given = (feature, threshold.double().contiguous(), gone, child, start, kinds)
+    gone, kinds = (tables[name].to(torch.uint8).contiguous() for name in ("missing", "categorical"))
+    threshold = tables["threshold"].double().contiguous()
+    given = (
+        feature.contiguous(),
+        threshold,
+        gone,
+        tables["child"].contiguous(),
+        tables["first"].contiguous(),
+        kinds,
+    )
     rows = x.double().contiguous()
     threads.shared_out(
         lambda part: native.walk(rows, given, leaf, part.start, part.stop), len(x), 8 * len(x) * trees

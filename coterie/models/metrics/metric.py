@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie._core.errors import DataError, SettingError, nearest
+from coterie.models.risk_sets import row_losses
 
-TASKS = ("regression", "binary", "multiclass", "language")
+TASKS = ("regression", "binary", "multiclass", "language", "survival")
 CLASSES = ("binary", "multiclass")
 ROUNDING = 1e-6  # by which a value may lie outside its range
 RESERVED = ("rows",)  # the name of the row counts that travel beside the sums
@@ -29,12 +30,12 @@ class ScoredRows:
     Parameters
     ----------
     task
-        'regression', 'binary', 'multiclass' or 'language'.
+        'regression', 'binary', 'multiclass', 'language' or 'survival'.
     scores
-        Outputs before the link, [..., B, outputs]: one column for regression and binary, else one per class. For
-        'language' B is 1 and the score is the mean loss of the client's tokens.
+        Outputs before the link, [..., B, outputs]: one column for regression, binary and
+        survival, else one per class. For 'language' B is 1 and the score is the mean loss of the client's tokens.
     targets
-        Numbers, or labels 0..C-1, [..., B].
+        Numbers, labels 0..C-1, or times with their sign (plus: an event), [..., B].
     weight
         Row weights, [..., B], which sum to one for a client with rows.
     losses
@@ -82,6 +83,8 @@ class ScoredRows:
             return 0.5 * self.error * self.error
         if self.task == "language":
             return self.scores.squeeze(-1)
+        if self.task == "survival":
+            return row_losses(self.scores.squeeze(-1), self.targets, self.weight)
         if self.task == "binary":
             z = self.scores.squeeze(-1)
             return functional.softplus(z) - z * self.targets
@@ -211,7 +214,9 @@ class Metric:
     def by_row(self, rows: ScoredRows) -> Tensor:
         """Return the value of every row by itself, [..., B], squared where the metric is a root; needs `is_mean`."""
         alone = torch.ones_like(rows.weight).unsqueeze(-1)
-        single = ScoredRows(rows.task, rows.scores.unsqueeze(-2), rows.targets.unsqueeze(-1), alone)
+        coupled = rows.losses is not None or rows.task == "survival"
+        losses = rows.row_loss.unsqueeze(-1) if coupled else None
+        single = ScoredRows(rows.task, rows.scores.unsqueeze(-2), rows.targets.unsqueeze(-1), alone, losses)
         return self.sums(single).squeeze(-1)
 
     def cost(self, value: float) -> float:
@@ -258,7 +263,7 @@ class Metric:
         Parameters
         ----------
         task
-            'regression', 'binary', 'multiclass' or 'language'.
+            'regression', 'binary', 'multiclass', 'language' or 'survival'.
         scores
             Outputs before the link, [B, outputs].
         targets

@@ -64,3 +64,17 @@ def row_values(model: Model, w: Tensor, rows: Rows, metrics: Sequence[Metric]) -
         for name, value in model.measure(part, batch.x, batch.y, batch.weight, single).items():
             found[name][position[real]] = value.cpu().double()[real]
     return found
+
+
+def row_scores(model: Model, w: Tensor, rows: Rows) -> Tensor:
+    """Return the scores of every row, [rows, outputs], client after client, each by its client's model w [n, d]."""
+    itself = Metric("row-scores", sums=lambda rows: rows.scores)
+    found = torch.zeros(len(rows.y), int(model.outputs or 1), dtype=torch.float64)
+    for place, batch in rows.full(None) if rows.largest > 0 else ():
+        part = w if place is None else broadcast.index(w, place)
+        start = rows.start if place is None else rows.start[place]
+        position = (start.unsqueeze(-1) + torch.arange(batch.weight.shape[-1], device=start.device)).cpu()
+        real = (batch.weight > 0).cpu()
+        value = model.measure(part, batch.x, batch.y, batch.weight, [itself])[itself.name]
+        found[position[real]] = value.cpu().double()[real]
+    return found

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 import torch
 
 from coterie._core.errors import SettingError, nearest
-from coterie.models.metrics import classification, regression
+from coterie.models.metrics import classification, regression, survival
 from coterie.models.metrics.metric import Metric
 
 GROUP = "coterie.metrics"
@@ -36,6 +36,7 @@ BUILT_IN = {
         regression.MAE,
         regression.R2,
         PERPLEXITY,
+        survival.CONCORDANCE,
     )
 }
 MAIN = {
@@ -43,6 +44,7 @@ MAIN = {
     "binary": classification.ACCURACY,
     "multiclass": classification.ACCURACY,
     "language": PERPLEXITY,
+    "survival": survival.CONCORDANCE,
 }
 _registered: dict[str, Metric] = {}
 
@@ -53,12 +55,12 @@ def main_metric(task: str) -> Metric:
     Parameters
     ----------
     task
-        'regression', 'binary', 'multiclass' or 'language'.
+        'regression', 'binary', 'multiclass', 'language' or 'survival'.
 
     Returns
     -------
     Metric
-        rmse, accuracy or perplexity.
+        rmse, accuracy, perplexity or concordance.
 
     Examples
     --------
@@ -146,7 +148,7 @@ def names(task: str | None = None) -> list[str]:
     Parameters
     ----------
     task
-        'regression', 'binary', 'multiclass' or 'language'; all metrics if not given.
+        'regression', 'binary', 'multiclass', 'language' or 'survival'; all metrics if not given.
 
     Returns
     -------
@@ -170,7 +172,7 @@ def resolve(metric: str | Metric, task: str) -> Metric:
     metric
         A name, or a metric, which is registered if it is not one of this package.
     task
-        'regression', 'binary', 'multiclass' or 'language'.
+        'regression', 'binary', 'multiclass', 'language' or 'survival'.
 
     Returns
     -------
