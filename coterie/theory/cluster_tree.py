@@ -14,6 +14,7 @@ from torch import Tensor
 LARGEST = 512  # points from which near ones are first put together
 SMALLEST = 0.25  # of an equal share: smaller groups are no cluster if their number is given
 CLEAR = 2.25  # standard errors
+PIECE = 1 << 20  # coordinates whose distances are computed together
 CREDIBLE = 3.0  # times the usual: what one client says about a cluster counts at most so much
 
 
@@ -83,14 +84,12 @@ def ward(points: Tensor, weights: Tensor) -> Tree:
     [[2, 3], [0, 1], [5, 4]]
     """
     n = len(points)
-    centres = points.detach().double().cpu().clone()
     mass = weights.detach().double().cpu().flatten().clamp(min=1e-12).clone()
     costs = torch.zeros(max(0, n - 1), dtype=torch.float64)
     members = torch.zeros(2 * n - 1, n, dtype=torch.bool)
     members[torch.arange(n), torch.arange(n)] = True
     node = torch.arange(n)
-    squares = torch.cdist(centres, centres).square()
-    cost = squares * (mass.unsqueeze(1) * mass / (mass.unsqueeze(1) + mass))
+    cost = _squared_distances(points) * (mass.unsqueeze(1) * mass / (mass.unsqueeze(1) + mass))
     cost.fill_diagonal_(torch.inf)
     children = torch.zeros(max(0, n - 1), 2, dtype=torch.long)
     for k in range(n - 1):
@@ -98,15 +97,25 @@ def ward(points: Tensor, weights: Tensor) -> Tree:
         children[k], costs[k] = torch.stack([node[i], node[j]]), cost[i, j]
         members[n + k] = members[node[i]] | members[node[j]]
         both = mass[i] + mass[j]
-        centres[i] = (mass[i] * centres[i] + mass[j] * centres[j]) / both
+        row = (mass[i] + mass) * cost[i] + (mass[j] + mass) * cost[j] - mass * cost[i, j]
+        row = (row / (both + mass)).clamp(min=0)  # Lance, Williams (1967)
         mass[i], node[i] = both, n + k
-        cost[j], cost[:, j] = torch.inf, torch.inf
         mass[j] = torch.nan
-        row = (centres - centres[i]).square().sum(1) * (mass * both / (mass + both))
         row = row.nan_to_num(nan=torch.inf, posinf=torch.inf)
         row[i] = torch.inf
         cost[i], cost[:, i] = row, row
+        cost[j], cost[:, j] = torch.inf, torch.inf
     return Tree(children, members, costs)
+
+
+def _squared_distances(points: Tensor) -> Tensor:
+    """Return |p - q|^2 in float64 [n, n], computed where the points are; long ones a piece at a time."""
+    total = torch.zeros(len(points), len(points), dtype=torch.float64)
+    for piece in points.detach().split(PIECE, 1):
+        part = piece.double()
+        part = part - part.mean(0)
+        total += torch.cdist(part, part).square().cpu()
+    return total
 
 
 def coarse(points: Tensor, weights: Tensor, most: int, seed: int) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
+from coterie.theory.deviance_search import information_of, lowest, sharpened
 from coterie.theory.hierarchical import pseudo_solve
-from coterie.theory.mixed_likelihood import HIGHEST, LOWEST, lowest
+from coterie.theory.mixed_likelihood import HIGHEST, LOWEST
 
 MOST_LEVELS = 8000  # of all factors together; the server factors a dense matrix of this size
 INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
@@ -335,38 +336,17 @@ class Crossed:
         fixed = dict(fixed or {}) | ({} if self.noise is None else {0: 0.0})
         return lowest(self.deviance, start, fixed, [(LOWEST, HIGHEST)] * len(start), tolerance=tolerance)
 
-    def slope(self, point: Tensor) -> Tensor:
-        """Return the derivative of the deviance."""
-        point = point.detach().clone().requires_grad_()
-        (found,) = torch.autograd.grad(self.deviance(point), point)
-        return found.nan_to_num()
-
     def information(self, point: Tensor) -> Tensor:
-        """Return half the second derivative of the deviance, by differences of its slope; 0 at variances of zero."""
-        free, step = self._free(point), 1e-3
-        found = torch.zeros(len(point), len(point), dtype=torch.float64)
-        for k in free:
-            move = torch.zeros_like(point)
-            move[k] = step
-            found[k] = (self.slope(point + move) - self.slope(point - move)) / (4 * step)
-        found = 0.5 * (found + found.mT)
-        kept = torch.zeros_like(found)
-        kept[torch.tensor(free)[:, None], torch.tensor(free)] = found[
-            torch.tensor(free)[:, None], torch.tensor(free)
-        ]
-        return kept
+        """Return half the second derivative of the deviance; 0 at variances of zero."""
+        return information_of(self.deviance, point, self._free(point))
 
     def _free(self, point: Tensor) -> list[int]:
         """Return which numbers are estimated and not at the lower end of their range."""
         return [k for k in range(int(self.noise is not None), len(point)) if float(point[k]) > LOWEST + 3]
 
     def sharpened(self, point: Tensor) -> Tensor:
-        """Return the point after a Newton step, unless that leads uphill: L-BFGS leaves the fifth digit undecided."""
-        free = torch.tensor(self._free(point))
-        bent = 2 * self.information(point)[free[:, None], free]
-        move = torch.linalg.lstsq(bent, -self.slope(point)[free].unsqueeze(-1)).solution.squeeze(-1)
-        there = point.index_add(0, free, move)
-        return there if float(self.deviance(there)) <= float(self.deviance(point)) + 1e-9 else point
+        """Return the best point with its last digits right."""
+        return sharpened(self.deviance, point, self._free(point))
 
     def without(self, point: Tensor, best: float) -> Tensor:
         """Return the point with variances set to zero that do not matter."""

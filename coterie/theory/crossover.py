@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy import optimize
+import scipy  # loads its parts when they are first used
 
 from coterie._core.errors import SettingError
 from coterie.theory import flix_risk, risk
@@ -112,7 +112,9 @@ def crossings(
     found = [float(x) for x, height in zip(grid, heights, strict=True) if height == 0]
     for k in range(GRID - 1):
         if heights[k] * heights[k + 1] < 0 and np.isfinite(heights[k : k + 2]).all():
-            found.append(float(optimize.brentq(lambda x: float(gap(x)), grid[k], grid[k + 1], xtol=1e-12)))
+            found.append(
+                float(scipy.optimize.brentq(lambda x: float(gap(x)), grid[k], grid[k + 1], xtol=1e-12))
+            )
     return sorted(found)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy  # loads its parts when they are first used
 import torch
-from scipy import optimize
 
 from coterie._core.errors import SettingError
 from coterie.theory import filters
@@ -230,7 +230,7 @@ def _enough(
     def height(u: float) -> float:
         return best(r2 * sigma.weights + error / np.exp(u)) - alone
 
-    return float(np.exp(optimize.brentq(height, np.log(crude) - 4, np.log(crude) + 4, xtol=1e-9)))
+    return float(np.exp(scipy.optimize.brentq(height, np.log(crude) - 4, np.log(crude) + 4, xtol=1e-9)))
 
 
 def _centre(

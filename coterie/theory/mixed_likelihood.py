@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from coterie.theory.deviance_search import lowest, sharpened
 from coterie.theory.groups import group_sum
 from coterie.theory.hierarchical import lift, pseudo_solve, scaled, times
 from coterie.theory.marginal import Structure
@@ -162,6 +161,17 @@ class Likelihood:
             bounds = [(-1e5, 1e5) if k in inside else bound for k, bound in enumerate(bounds)]
         return lowest(self.deviance, start, fixed, bounds, steps, tolerance)
 
+    def free(self, point: Tensor) -> list[int]:
+        """Return which numbers are estimated and not at an end of their range."""
+        first = self.noises if self.noise is not None else 0
+        inside = range(self.noises, self.noises + self.levels * self.structure.p) if self.full else range(0)
+        last = len(point) - self.variances if self.sums.k == 1 else len(point)
+        return [k for k in range(first, last) if k in inside or LOWEST + 3 < float(point[k]) < HIGHEST - 1]
+
+    def sharpened(self, point: Tensor) -> Tensor:
+        """Return the best point with its last digits right."""
+        return sharpened(self.deviance, point, self.free(point))
+
     def without(self, point: Tensor, best: float) -> Tensor:
         """Return the point with variances set to zero that do not matter."""
         logs = [*range(self.noises, len(point))]
@@ -179,68 +189,6 @@ class Likelihood:
         sigma, within, between = self.unpack(point)
         noises = None if self.noise_groups is None else sigma
         return Components(float(sigma.log().mean().exp()), within.clone(), between.clone(), noises)
-
-
-def lowest(
-    deviance: Callable[[Tensor], Tensor],
-    start: Tensor,
-    fixed: Mapping[int, float] | None,
-    bounds: Sequence[tuple[float, float]],
-    steps: int = 15000,
-    tolerance: float = 1e-13,
-) -> tuple[Tensor, float]:
-    """Return the point with the smallest deviance, and that, by L-BFGS-B.
-
-    Parameters
-    ----------
-    deviance
-        Function of a point, which autograd differentiates.
-    start
-        Where the search begins, [p].
-    fixed
-        Numbers of the point that are kept as given, by place.
-    bounds
-        Least and largest value of each number.
-    steps
-        Most steps.
-    tolerance
-        Relative decrease that ends the search.
-
-    Returns
-    -------
-    tuple of Tensor and float
-        The point, and its deviance.
-
-    Examples
-    --------
-    >>> point, value = lowest(lambda x: ((x - 3) ** 2).sum(), torch.zeros(2).double(), {1: 5.0}, [(-9.0, 9.0)] * 2)
-    >>> point.round(decimals=3).tolist(), round(value, 3)
-    ([3.0, 5.0], 4.0)
-    """
-    from scipy.optimize import minimize
-
-    fixed = fixed or {}
-    free = torch.tensor([k for k in range(len(start)) if k not in fixed], dtype=torch.long)
-    base = start.clone()
-    for place, value in fixed.items():
-        base[place] = value
-
-    def objective(values: Any) -> tuple[float, Any]:
-        part = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-        value = deviance(base.index_copy(0, free, part))
-        value.backward()
-        assert part.grad is not None
-        return float(value.detach()), part.grad.nan_to_num().numpy()
-
-    found = minimize(
-        objective,
-        base[free].numpy(),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[bounds[k] for k in free],
-        options={"ftol": tolerance, "maxiter": steps},
-    )
-    return base.index_copy(0, free, torch.tensor(found.x)), float(found.fun)
 
 
 def maximum_likelihood(
@@ -296,7 +244,8 @@ def maximum_likelihood(
     if full and near is None:
         simple = Likelihood(sums, groups, per_cluster, noise, restricted, False, noise_groups)
         start = model.start(simple.components(simple.fit(simple.start())[0]))
-    return model.components(model.without(*model.fit(start)))
+    point, best = model.fit(start)
+    return model.components(model.without(model.sharpened(point), best))
 
 
 def best_effects(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from scipy.stats import chi2
+from scipy.special import gammaincinv
 from torch import Tensor
 
 from coterie.theory.cluster_tree import numbered, ward
@@ -99,7 +99,7 @@ def bar(dimensions: float, count: int = 2) -> float:
     """
     q = max(1.0, dimensions)
     best_cut = 2 / math.pi * (math.sqrt(count) + math.sqrt(q)) ** 2 / q
-    return max(BAR, float(chi2.ppf(RARE, q)) / q, CHOSEN * best_cut)
+    return max(BAR, 2 * float(gammaincinv(q / 2, RARE)) / q, CHOSEN * best_cut)
 
 
 def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> tuple[Tensor, float]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import scipy  # loads its parts when they are first used
 import torch
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
-from scipy.spatial import cKDTree
 from torch import Tensor
 
 from coterie.theory.cluster_quality import cluster_quality
@@ -39,7 +37,7 @@ def candidates(points: Tensor, k: int) -> Tensor:
     if k < 1:
         return torch.zeros(2, 0, dtype=torch.long, device=points.device)
     places = points.detach().cpu().numpy()
-    tree = cKDTree(places, balanced_tree=False, compact_nodes=False)
+    tree = scipy.spatial.cKDTree(places, balanced_tree=False, compact_nodes=False)
     near = torch.as_tensor(tree.query(places, k + 1, eps=SLACK)[1])
     own = torch.arange(n).unsqueeze(1).expand_as(near)
     return unique_pairs(torch.stack([own.flatten(), near.flatten()]), n).to(points.device)
@@ -146,7 +144,7 @@ def sparse_consensus(
     if not used.any():
         return models
     ends, w = links[:, used].cpu().numpy(), weights[used].to(models.dtype)
-    half = csr_array((w.cpu().numpy(), (ends[0], ends[1])), shape=(n, n))
+    half = scipy.sparse.csr_array((w.cpu().numpy(), (ends[0], ends[1])), shape=(n, n))
     matrix = half + half.T
     scale = 1 + prox * link_degrees(links[:, used], w, n).unsqueeze(-1)
 
@@ -202,8 +200,12 @@ def observed_links(links: Tensor, weights: Tensor, truth: Tensor | None, n: int)
     """
     strong = weights > 0.5
     ends = links[:, strong].cpu()
-    graph = csr_array((torch.ones(ends.shape[1]).numpy(), (ends[0].numpy(), ends[1].numpy())), shape=(n, n))
-    groups = torch.as_tensor(connected_components(graph, directed=False)[1], dtype=torch.long)
+    graph = scipy.sparse.csr_array(
+        (torch.ones(ends.shape[1]).numpy(), (ends[0].numpy(), ends[1].numpy())), shape=(n, n)
+    )
+    groups = torch.as_tensor(
+        scipy.sparse.csgraph.connected_components(graph, directed=False)[1], dtype=torch.long
+    )
     found = {
         "links": torch.cat([links[:, strong], weights[strong].unsqueeze(0)]).T.double(),
         "degree": link_degrees(links, weights, n),

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coterie.theory.deviance_search import information_of
 from coterie.theory.hierarchical import lift, scaled, settle, times
 from coterie.theory.mixed_likelihood import Likelihood
 from coterie.theory.variance_components import Components, Sums
+
+_PROFILE_STEPS = 25
+_PROFILE_CLOSE = 2e-3  # of the root of the deviance, in standard deviations
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Effects:
     ----------
     estimate
         Posterior means, [n, d].
-    error
-        Posterior standard deviations, [n, d].
+    covariance
+        Posterior covariances, [n, d, d].
     shrinkage
         Share of each coefficient that comes from the centre rather than from the client's rows, [n, d].
 
@@ -30,14 +34,24 @@ class Effects:
     --------
     >>> import torch
     >>> from coterie.theory.uncertainty import Effects
-    >>> found = Effects(torch.tensor([[3.0]]), torch.tensor([[0.5]]), torch.tensor([[0.25]]))
+    >>> found = Effects(torch.tensor([[3.0]]), torch.tensor([[[0.25]]]), torch.tensor([[0.25]]))
     >>> (found.estimate - 2 * found.error).item(), (found.estimate + 2 * found.error).item()
     (2.0, 4.0)
     """
 
     estimate: Tensor
-    error: Tensor
+    covariance: Tensor
     shrinkage: Tensor
+
+    @property
+    def error(self) -> Tensor:
+        """Posterior standard deviations, [n, d]."""
+        return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+
+    def row_error(self, client: int, x: Tensor) -> Tensor:
+        """Return standard deviations of the scores of a client's rows x [rows, d], noise left out."""
+        x = x.to(self.covariance)
+        return ((x @ self.covariance[client]) * x).sum(-1).clamp(min=0).sqrt()
 
 
 def client_effects(
@@ -84,7 +98,7 @@ def client_effects(
     values, vectors = torch.linalg.eigh(sure)
     floor = 1e-10 * values[..., -1:].clamp(min=1e-300)
     above = vectors @ torch.diag_embed(1 / values.clamp(min=floor)) @ vectors.mT
-    variance = (inside + pulled @ above @ pulled.mT).diagonal(dim1=-2, dim2=-1)
+    covariance = inside + pulled @ above @ pulled.mT
     left = b - times(a, centre)
     _, push = lift(a, left, spread)
     slopes = []
@@ -94,9 +108,9 @@ def client_effects(
         slopes.append(times(pulled, mask * both * push))
     if slopes:
         along = torch.stack(slopes, -1)
-        variance = variance + ((along @ doubt) * along).sum(-1)
+        covariance = covariance + along @ doubt @ along.mT
     estimate = settle(a, b, centre, spread)
-    return Effects(estimate, variance.clamp(min=0).sqrt(), pulled.diagonal(dim1=-2, dim2=-1).clamp(0, 1))
+    return Effects(estimate, covariance, pulled.diagonal(dim1=-2, dim2=-1).clamp(0, 1))
 
 
 def doubt_of_variances(model: Likelihood, point: Tensor) -> Tensor:
@@ -135,18 +149,8 @@ def doubt_of_variances(model: Likelihood, point: Tensor) -> Tensor:
         for k in range(len(point))
         if bool(point[k] > -15) and not (k < model.noises and model.noise is not None)
     ]
-
-    def slope(at: Tensor) -> Tensor:
-        at = at.clone().requires_grad_()
-        (found,) = torch.autograd.grad(model.deviance(at), at)
-        return found.nan_to_num()
-
-    step, rows = 1e-3, []
-    for k in free:
-        move = torch.zeros_like(point)
-        move[k] = step
-        rows.append(((slope(point + move) - slope(point - move)) / (2 * step))[free])
-    curved = 0.25 * (torch.stack(rows) + torch.stack(rows).mT)  # half the deviance: -log likelihood
+    places = torch.tensor(free)
+    curved = information_of(model.deviance, point, free)[places[:, None], places]
     values, vectors = torch.linalg.eigh(curved)
     cover = vectors @ torch.diag(1 / values.clamp(min=1e-4)) @ vectors.mT
     inside = range(model.noises, model.noises + model.variances)
@@ -195,25 +199,51 @@ def profile_interval(
     >>> low == -math.inf and high < 2
     True
     """
-    from scipy.optimize import brentq
-    from scipy.stats import chi2
+    from scipy.stats import norm
 
-    limit = best + float(chi2.ppf(level, 1))
+    aim, here = float(norm.ppf(0.5 + level / 2)), max(float(point[at]), -18.0)
+    error = _profile_error(model, point, at)
+    return (
+        _profile_end(model, point, best, at, here, aim, -error),
+        _profile_end(model, point, best, at, here, aim, error),
+    )
 
-    def rise(value: float) -> float:
-        return model.fit(point, {at: value})[1] - limit
 
-    here, ends = max(float(point[at]), -18.0), []
-    for direction in (-1.0, 1.0):
-        reach, step = here, 0.5
-        while rise(reach) < 0 and -19 < reach < 20:
-            reach, step = reach + direction * step, 1.7 * step
-        if rise(reach) < 0:
-            ends.append(direction * math.inf)
+def _profile_error(model: Likelihood, point: Tensor, at: int) -> float:
+    """Return the standard error of a number, by which an end of its profile interval is guessed."""
+    free = model.free(point)
+    if at not in free:
+        return 1.0
+    places = torch.tensor(free)
+    cover = torch.linalg.pinv(
+        information_of(model.deviance, point, free)[places[:, None], places], hermitian=True
+    )
+    return float(cover.diagonal()[free.index(at)].clamp(1e-6, 4.0).sqrt())
+
+
+def _profile_end(
+    model: Likelihood, point: Tensor, best: float, at: int, here: float, aim: float, error: float
+) -> float:
+    """Return where the root of the profile deviance is `aim` on one side: false position, as it is nearly linear."""
+    inside, outside, there = here, math.inf if error > 0 else -math.inf, here + aim * error
+    trial = point
+    for _ in range(_PROFILE_STEPS):
+        if not -19.0 < there < 20.0:
+            there = math.copysign(19.0, there)
+        trial, deviance = model.fit(trial, {at: there}, tolerance=1e-10)
+        root = math.sqrt(max(deviance - best, 0.0))
+        if abs(root - aim) < _PROFILE_CLOSE:
+            return there
+        if root < aim:
+            if abs(there) >= 19.0:
+                return math.copysign(math.inf, error)
+            inside = there
         else:
-            low, high = sorted((here, reach))
-            ends.append(float(brentq(rise, low, high, xtol=1e-3)) if low < high else here)
-    return ends[0], ends[1]
+            outside = there
+        guess = here + (there - here) * min(max(aim / max(root, 1e-3), 0.2), 3.0)
+        between = min(inside, outside) < guess < max(inside, outside)
+        there = guess if between else 0.5 * (inside + outside)
+    return there
 
 
 def boundary_chance(statistic: float, variances: int) -> float:
@@ -323,4 +353,4 @@ def least_squares_doubt(sums: Sums, groups: Tensor, near: Components) -> tuple[L
     True
     """
     model = Likelihood(sums, groups)
-    return model, *model.fit(model.start(near))
+    return model, *model.fit(model.start(near), tolerance=1e-11)

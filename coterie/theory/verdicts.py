@@ -255,7 +255,8 @@ def judge(evidence: Evidence) -> Verdicts:
         estimate[told], better[told], spread = posterior.mean, posterior.above(0.0), posterior.spread
         low[told], high[told] = posterior.quantile(1 - SURE), posterior.quantile(SURE)
         if rows.sum() >= CLEAR_ROWS:
-            called[told] = _called(better[told])
+            same = evidence.difference[told] == 0  # as where a client keeps the second model: nothing to say
+            called[told] = np.where(same, 0, _called(better[told]))
     return Verdicts(
         evidence,
         estimate,
@@ -304,10 +305,11 @@ def _called(better: np.ndarray) -> np.ndarray:
     By Benjamini and Hochberg (1995) on the posterior's two tails: few calls among many clients need more evidence
     each, and nobody is called with a probability below `SURE`.
     """
-    from scipy.stats import false_discovery_control
-
     tails = np.clip(2 * np.minimum(better, 1 - better), 0, 1)
-    said = false_discovery_control(tails) <= 2 * (1 - SURE)
+    order = np.argsort(tails)
+    within = tails[order] * len(tails) <= 2 * (1 - SURE) * np.arange(1, len(tails) + 1)
+    said = np.zeros(len(tails), dtype=bool)
+    said[order[: 1 + np.flatnonzero(within).max(initial=-1)]] = True  # up to the last that is within
     return np.where(said, np.where(better > 0.5, 1, -1), 0)
 
 
