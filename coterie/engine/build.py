@@ -13,7 +13,7 @@ from coterie._core.devices import find_device
 from coterie._core.errors import DataError
 from coterie.data.clients import Clients
 from coterie.data.rows import Augment, Rows
-from coterie.data.split import split_rows
+from coterie.data.split import Split, split_rows
 from coterie.data.table_source import TableSource
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.models.base import Model
@@ -137,6 +137,7 @@ def from_rows(
     cluster_names: Sequence[str] | None = None,
     truth: Tensor | None = None,
     table: TableSource | None = None,
+    parts: Split | None = None,
 ) -> Parts:
     """Build from the rows of all clients, one client after the other.
 
@@ -172,6 +173,8 @@ def from_rows(
         True parameters, [n, d], of generated data.
     table
         Where the rows came from.
+    parts
+        The split itself, where it is not by the hash.
 
     Returns
     -------
@@ -181,7 +184,9 @@ def from_rows(
     device = find_device(device)
     model = as_model(model).fit_to(x, y)
     clusters = None if clusters is None else clusters.to(device)
-    runtime = make_runtime(x, y, sizes, model, clusters, split, seed, dtype, device, loop, augment=augment)
+    runtime = make_runtime(
+        x, y, sizes, model, clusters, split, seed, dtype, device, loop, augment=augment, parts=parts
+    )
     rows = {name: part.size for name, part in runtime.splits.items()}
     return Parts(
         runtime, model, names, rows, clusters, seed, dtype, device, cluster_names, truth=truth, table=table
@@ -201,6 +206,7 @@ def make_runtime(
     loop: bool = False,
     ids: Tensor | None = None,
     augment: Augment | None = None,
+    parts: Split | None = None,
 ) -> LocalRuntime:
     """Split the rows of clients by the hash and return the runtime that computes with them here.
 
@@ -230,6 +236,8 @@ def make_runtime(
         Index of each client in the federation, if these are not all of its clients.
     augment
         A function of training minibatches.
+    parts
+        The split itself, where it is not by the hash.
 
     Returns
     -------
@@ -239,7 +247,7 @@ def make_runtime(
     x = model.prepare(x)
     if model.task != "multiclass":
         y = y.to(dtype)
-    parts = split_rows(sizes, split, seed, ids)
+    parts = parts or split_rows(sizes, split, seed, ids)
     splits = {
         name: Rows(x[part.order], y[part.order], part.start, part.size).to(device)
         for name, part in (("train", parts.train), ("validation", parts.validation), ("test", parts.test))

@@ -222,14 +222,14 @@ class Client:
         return hits.mT @ features, hits.sum(-2)
 
     def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient at x on all training rows, at most so many, and how far chance has moved it.
+        """Return the gradient at x on training rows, at most so many, and how far chance has moved it.
 
         Parameters
         ----------
         x : Tensor, [..., d]
             Parameters.
         most : int, optional
-            Rows of a client that are used.
+            Rows of a client that are used, drawn at random.
 
         Returns
         -------
@@ -242,7 +242,7 @@ class Client:
         """
 
         def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            few = blocks.first_rows(inputs, targets, weight, most)
+            few = blocks.drawn_rows(inputs, targets, weight, most)
             return torch.cat(blocks.mean_and_noise(self.model.grad, w, *few), -1)
 
         self.model.require_gradients()
@@ -498,6 +498,8 @@ class Client:
 
     def row_smoothness(self) -> Tensor:
         """Return the largest curvature of the loss as one row alone estimates it, [..., 1]."""
+        if self.model.whole_clients:
+            raise SettingError("a single row says nothing about survival data; take all rows: --set batch=0")
 
         def largest(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             alone = torch.ones_like(weight).unsqueeze(-1)

@@ -33,6 +33,7 @@ from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 
 Origin = Callable[[Model], "Federation"]
+HELD_ELEMENTS = 1 << 22  # largest clients x parameters of models that are held while they are scored
 
 
 class Federation:
@@ -164,7 +165,8 @@ class Federation:
             other = {**options, "model": model}
             return cls.from_table(source, client, target, dropout=dropout, byzantine=byzantine, **other)
 
-        return cls(**vars(parts), dropout=dropout, byzantine=byzantine, origin=origin)
+        other_models = None if parts.model.whole_clients else origin  # no other model takes survival times
+        return cls(**vars(parts), dropout=dropout, byzantine=byzantine, origin=other_models)
 
     @classmethod
     def from_texts(
@@ -217,6 +219,11 @@ class Federation:
 
         Raises `SettingError` if the federation was not made from a table.
         """
+        if self.model.whole_clients:
+            raise SettingError(
+                "survival times are learned by Cox regression, not by models that methods bring along; choose local, "
+                "fedavg, fine-tuned, ditto or rtfa"
+            )
         if self.origin is None:
             raise SettingError(
                 "only a federation from a table can be encoded for another model; build one with model="
@@ -323,6 +330,17 @@ class Federation:
         self._meter("evaluate", "deploy", "client-server", {}, {}, self.n, answers)
         return self._scores(answers, asked)
 
+    def deploy_and_evaluate(
+        self, algorithm: FederatedAlgorithm, state: State, split: str, metrics: Sequence[Metric] = ()
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return what `evaluate` and `personal` do, with one call of `deploy`; None for models too large to hold."""
+        if not self.runtime.capabilities.fast_forward or self.n * self.d > HELD_ELEMENTS:
+            return self.evaluate(algorithm, state, split, metrics), None
+        asked, models = self._asked(metrics), self.personal(algorithm, state)
+        answers = self.runtime.score(models, split, asked)
+        self._meter("evaluate", "deploy", "client-server", {}, {}, self.n, answers)
+        return self._scores(answers, asked), models
+
     def score(self, models: Tensor, split: str, metrics: Sequence[Metric] = ()) -> dict[str, Tensor]:
         """Return metrics [n] of given models [n, d] on one split, as `evaluate` does."""
         asked = self._asked(metrics)
@@ -333,7 +351,7 @@ class Federation:
         asked = self._asked(metrics)
         sums = self.runtime.score(models, split, asked)
         return {
-            metric.name: self._unit(metric) * float(metric.pooled(sums[metric.name], sums["rows"]))
+            metric.name: self.unit_of(metric) * float(metric.pooled(sums[metric.name], sums["rows"]))
             for metric in asked
         }
 
@@ -348,7 +366,7 @@ class Federation:
         values = row_values(self.model, models, self.runtime.rows(split), means)
         power = {metric.name: 2 if metric.is_root else 1 for metric in means}
         return {
-            metric.name: self._unit(metric) ** power[metric.name] * values[metric.name] for metric in means
+            metric.name: self.unit_of(metric) ** power[metric.name] * values[metric.name] for metric in means
         }
 
     def _asked(self, metrics: Sequence[Metric]) -> list[Metric]:
@@ -356,12 +374,13 @@ class Federation:
 
     def _scores(self, answers: dict[str, Tensor], metrics: Sequence[Metric]) -> dict[str, Tensor]:
         empty = answers["rows"] == 0
-        values = {metric: self._unit(metric) * metric.finish(answers[metric.name]) for metric in metrics}
+        values = {metric: self.unit_of(metric) * metric.finish(answers[metric.name]) for metric in metrics}
         return {
             metric.name: torch.where(empty, torch.nan, value).squeeze(-1) for metric, value in values.items()
         }
 
-    def _unit(self, metric: Metric) -> float:
+    def unit_of(self, metric: Metric) -> float:
+        """Return what a metric of encoded targets is multiplied by to be in the target's units."""
         return self.table.target_scale if self.table is not None and metric.scales_with_target else 1.0
 
     def personal(self, algorithm: FederatedAlgorithm, state: State) -> Tensor:
@@ -546,6 +565,23 @@ class Federation:
     def restore_begun(self, begun: Tensor) -> None:
         """Set which clients had begun when a checkpoint was written."""
         self.begun, self._all_begun = begun, bool(begun.all())
+
+    def reopened(self, which: str) -> Federation:
+        """Return the same clients elsewhere, with nothing kept and more of their rows in training, where they agree."""
+        runtime, rows = self.runtime.reopened(which)
+        return Federation(
+            runtime,
+            model=self.model,
+            names=self.names,
+            rows=rows,
+            clusters=self.clusters,
+            cluster_names=self.cluster_names,
+            seed=self.seed,
+            dtype=self.dtype,
+            device=self.device,
+            dropout=self.dropout,
+            table=self.table,
+        )
 
     def _use_found(self, state: State | None) -> None:
         """Use the clusters that a method found and has in its state."""

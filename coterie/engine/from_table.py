@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from coterie._core.errors import SettingError
 from coterie.data import bundled, grouping, tables
 from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
 from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
 from coterie.data.table_spec import TableSpec
+from coterie.data.time_order import in_time, split_in_time
 from coterie.engine.build import Parts, encode_clusters, from_rows
 from coterie.engine.noise import Noise
 from coterie.engine.privacy import Privacy
 from coterie.engine.private_statistics import SHARE, noisy_statistics
 from coterie.models.base import Model
+from coterie.models.class_weights import BALANCED, chosen
+from coterie.models.survival import Cox
 from coterie.models.table_models import as_model, table_model
 
 SPLIT = (0.6, 0.2, 0.2)
@@ -41,6 +45,9 @@ def from_table(
     privacy: Privacy | None = None,
     encoding: str | None = None,
     paid: Sequence[float] = (),
+    event: str | None = None,
+    time: str | None = None,
+    class_weights: str | Mapping[str, float] | None = None,
 ) -> Parts:
     """Make one client of each value of the client column.
 
@@ -81,6 +88,15 @@ def from_table(
         Fit the encoding to noisy statistics, which cost a fifth of this budget; `fit` spends the rest.
     encoding, paid
         An encoding that was fitted before, and the epsilon and delta that it cost, as a run folder records them.
+    event
+        Name of the column that says whether the event happened (1, yes, true) at the time in `target`, or the row was
+        last seen then (0, no, false). The model is then Cox regression.
+    time
+        Name of a column with dates or numbers: each client's earliest rows train, later ones validate, and the latest
+        test. It is no feature unless it is in `keep`.
+    class_weights
+        Weights of the rows of each class in training: "balanced" for rows / (classes x rows of the class) over the
+        training rows of all clients, or numbers by class. Metrics count rows alike.
 
     Returns
     -------
@@ -90,11 +106,19 @@ def from_table(
     source = bundled.resolve(source)
     frame = tables.read(source)
     name = str(source) if isinstance(source, str | Path) else "the table"
-    spec = tables.check(frame, client, target, cluster=cluster, drop=drop, keep=keep, task=task, source=name)
+    spec = tables.check(
+        frame, client, target, cluster, drop=drop, task=task, source=name, keep=keep, event=event, time=time
+    )
     frame, names, counts = tables.by_client(frame, client)
     sizes = torch.tensor(counts)
     fractions = (float(split[0]), float(split[1]), float(split[2]))
-    training = split_rows(sizes, fractions, seed).train.order
+    times = None
+    if time is None:
+        parts = split_rows(sizes, fractions, seed)
+    else:
+        frame, times = in_time(frame, counts, time, name)
+        parts = split_in_time(sizes, times, fractions)
+    training = parts.train.order
     rows, untrained = frame[training.numpy()], _model(model, spec.task, l2)
     if encoding is not None:
         preprocessor = Preprocessor.from_json(encoding)
@@ -106,6 +130,11 @@ def from_table(
         encoding, paid = preprocessor.to_json(), (SHARE * privacy.epsilon, SHARE * privacy.delta)
     else:
         preprocessor, trained = encoded(spec, local_statistics(rows, spec), untrained, every_group=True)
+    targets = preprocessor.encode_target(frame)
+    if class_weights is not None:
+        if privacy is not None and class_weights == BALANCED:
+            raise SettingError("balanced class weights would tell how many rows have a class; give numbers")
+        trained = trained.with_class_weights(chosen(class_weights, spec.classes, targets[training]))
     clusters, cluster_names = None, None
     known = spec.cluster or grouping.finest(grouping.combined(frame, spec.groups), client, spec.groups)
     if known is not None:
@@ -120,23 +149,26 @@ def from_table(
         "task": task,
         "drop": list(drop),
         **({"keep": list(keep)} if keep else {}),
+        **({} if event is None else {"event": event}),
+        **({} if time is None else {"time": time}),
         "split": list(fractions),
         **({} if encoding is None else {"encoding": encoding, "paid": list(paid)}),
     }
     return from_rows(
         preprocessor.encode(frame),
-        preprocessor.encode_target(frame),
+        targets,
         sizes,
         model=trained,
         names=names,
         clusters=clusters,
         cluster_names=cluster_names,
         split=fractions,
+        parts=parts,
         seed=seed,
         dtype=torch.float64,
         device=device,
         loop=loop,
-        table=TableSource(options, preprocessor, spec.warnings),
+        table=TableSource(options, preprocessor, spec.warnings, times),
     )
 
 
@@ -155,6 +187,16 @@ def encoded(
 
 
 def _model(model: Model | str | None, task: str, l2: float | None) -> Model:
-    if model is None:
-        return table_model("linear", task, l2)
-    return table_model(model, task, l2) if isinstance(model, str) else as_model(model)
+    if model is None or isinstance(model, str):
+        return table_model(model or "linear", task, l2)
+    found = as_model(model)
+    if isinstance(found, Cox) and task != "survival":
+        raise SettingError(
+            "Cox regression needs the column that says whether the event happened: --event COLUMN"
+        )
+    if task == "survival" and not isinstance(found, Cox):
+        raise SettingError(
+            f"{type(found).__name__} does not train on survival times; take coterie.models.cox() with a method such as "
+            "local, fedavg, fine-tuned, ditto or rtfa"
+        )
+    return found

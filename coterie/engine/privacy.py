@@ -110,7 +110,8 @@ class ClientPrivacy:
             )
         if int(self.used.max()) >= self.settings.rounds:
             raise BudgetSpent(
-                f"{phase} asks for another noisy sum, and the {self.settings.rounds} that were planned are used up"
+                f"{phase} asks for another noisy sum, and the {self.settings.rounds} that were planned are used up: "
+                "the method asks more than once in a round. Take one that asks once, such as fedavg or ditto."
             )
         return replace(request, uniform=True, clip=self.clips.get(phase, self.settings.clip))
 

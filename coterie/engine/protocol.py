@@ -133,6 +133,8 @@ class Capabilities:
     models_stay : bool
         Deployed models stay with the clients: `deploy` answers with the round [n, 1] under which they are stored,
         `score` takes that, and `finish` works.
+    reopens : bool
+        Clients can be opened anew with more of their rows in training, where they agree: `reopened` works.
     """
 
     rows_visible: bool = False
@@ -141,6 +143,7 @@ class Capabilities:
     fast_forward: bool = False
     deferred_checks: bool = False
     models_stay: bool = False
+    reopens: bool = False
 
 
 class Runtime(Protocol):
@@ -256,6 +259,10 @@ class Runtime(Protocol):
     def finish(self, t: int, common: Tensor | None) -> list[str]:
         """Let clients store the models of round t for use, and return who did. Needs `models_stay`."""
         self._lacks("models_stay")
+
+    def reopened(self, which: str) -> tuple[Runtime, dict[str, Tensor]]:
+        """Return clients that train on 'validation' or 'all' rows too, and their rows by split. Needs `reopens`."""
+        self._lacks("reopens")
 
     def _lacks(self, capability: str) -> NoReturn:
         raise CoterieError(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
+from coterie._core.errors import SettingError
 from coterie.data.rows import Rows
 from coterie.data.split import split_rows
+from coterie.data.time_order import windows
 from coterie.engine.federation import Federation, Origin
 from coterie.engine.local_runtime import LocalRuntime
 
@@ -48,6 +50,11 @@ class AllRows:
         return cls(fed, x[order], y[order], client[order], split[order])
 
     @property
+    def times(self) -> Tensor | None:
+        """Times of all rows, [rows], ascending inside a client; None if they have no order."""
+        return None if self.fed.table is None else self.fed.table.times
+
+    @property
     def sizes(self) -> Tensor:
         """Number of rows of each client, [n]."""
         return torch.bincount(self.client, minlength=self.fed.n)
@@ -70,6 +77,10 @@ class AllRows:
 
     def again(self, fractions: Sequence[float], seed: int) -> Tensor:
         """Return another division of the rows into these shares, drawn by a seed."""
+        if self.times is not None:
+            raise SettingError(
+                "rows in the order of time have one split; leave out --seeds, or test later rows in windows: --folds 5"
+            )
         parts = split_rows(self.sizes, (fractions[0], fractions[1], fractions[2]), seed)
         split = torch.zeros_like(self.split)
         split[parts.validation.order], split[parts.test.order] = VALIDATION, TEST
@@ -79,8 +90,11 @@ class AllRows:
         """Yield divisions in which every row is tested once, validates once and trains otherwise.
 
         A client always has a row to train on: where folds leave none, its validation rows train. The only row of a
-        client is never tested.
+        client is never tested. Rows in the order of time are divided by a rolling origin instead: see `windows`.
         """
+        if self.times is not None:
+            yield from (split.to(self.split.device) for split in windows(self.sizes.cpu(), self.times, count))
+            return
         first = self.sizes.cumsum(0) - self.sizes
         position = torch.arange(len(self.client), device=self.client.device)
         keys = randomness.key(seed, "cross-fit", self.client, position - first[self.client])
@@ -114,6 +128,46 @@ def with_rows(fed: Federation, splits: dict[str, Rows], origin: Origin | None = 
         texts=fed.texts,
         origin=None if fed.origin is None else origin,
     )
+
+
+def joined(splits: Mapping[str, Rows], names: Sequence[str], least: int = 0) -> dict[str, Rows]:
+    """Return splits in which the rows of some train together, client after client, and the others stay.
+
+    Parameters
+    ----------
+    splits
+        Rows by split.
+    names
+        Splits to train on, such as ('train', 'validation').
+    least
+        A client with fewer rows than this in a split does not train on them.
+
+    Returns
+    -------
+    dict of str to Rows
+
+    Examples
+    --------
+    >>> from coterie.engine.federation import Federation
+    >>> fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    >>> rows = {name: fed.runtime.rows(name) for name in SPLITS}
+    >>> [int(part.size.sum()) for part in joined(rows, ("train", "validation")).values()]
+    [735, 0, 185]
+    """
+    parts = [splits[name] for name in SPLITS]
+    client = torch.cat([torch.repeat_interleave(part.size) for part in parts])
+    split = torch.repeat_interleave(torch.tensor([len(part.y) for part in parts], device=client.device))
+    for k, part in enumerate(parts):
+        if SPLITS[k] in names:
+            split[(split == k) & (part.size >= least)[client]] = TRAIN
+    order = torch.argsort(client, stable=True)
+    x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+    found = {}
+    for k, name in enumerate(SPLITS):
+        chosen = order[split[order] == k]
+        size = torch.bincount(client[chosen], minlength=len(parts[0].size))
+        found[name] = Rows(x[chosen], y[chosen], size.cumsum(0) - size, size, splits[name].augment)
+    return found
 
 
 def merged(fed: Federation, names: Sequence[str]) -> Federation:
@@ -170,6 +224,11 @@ def only(fed: Federation, clients: Tensor) -> Federation:
     ['switzerland', 'cleveland']
     """
     splits = {split: fed.runtime.rows(split).subset(clients) for split in fed.rows}
+    table = fed.table
+    if table is not None and table.times is not None:
+        sizes = torch.stack([size.cpu() for size in fed.rows.values()]).sum(0)
+        each = table.times.split(sizes.tolist())
+        table = replace(table, times=torch.cat([each[k] for k in clients.tolist()]))
     clusters, names = None, None
     if fed.clusters is not None:
         left, clusters = torch.unique(fed.clusters[clients], return_inverse=True)
@@ -185,7 +244,7 @@ def only(fed: Federation, clients: Tensor) -> Federation:
         dtype=fed.dtype,
         device=fed.device,
         dropout=fed.dropout,
-        table=fed.table,
+        table=table,
         truth=None if fed.truth is None else fed.truth[clients],
         origin=None if fed.origin is None else (lambda model: only(fed.with_model(model), clients)),
     )
