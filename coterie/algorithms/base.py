@@ -133,6 +133,7 @@ class Algorithm:
     in_units: ClassVar[bool] = False  # its messages hold numbers in the units of the table, of any size
     begin: ClassVar[Callable[..., None] | None] = None  # a method of those that have this phase
     starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
+    row_by_row: ClassVar[bool] = False  # it asks for more than losses and gradients of all rows of a client
     stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -332,6 +333,33 @@ class Algorithm:
         """
         return self.traffic(model.d)
 
+    def for_model(self, model: Model) -> Algorithm:
+        """Return the method as it trains a model: with all rows in every gradient where the model needs them.
+
+        Parameters
+        ----------
+        model
+            The model that is trained.
+
+        Returns
+        -------
+        Algorithm
+            By default the method itself.
+
+        Raises
+        ------
+        SettingError
+            The method looks at rows one by one, and the loss of a row depends on the others.
+        """
+        if not model.whole_clients:
+            return self
+        if self.row_by_row:
+            raise SettingError(
+                f"{self.name} looks at rows one by one, and in survival data a row's loss depends on the rows at risk "
+                "with it. Choose a method that takes gradients: local, fedavg, fine-tuned, ditto, rtfa"
+            )
+        return self.replace(batch=0) if self.batch else self
+
     def own_model(self, rounds: int) -> Model | None:
         """Return the model that this method trains, if it is not for any model.
 
@@ -433,7 +461,8 @@ class Algorithm:
 def parse(cls: type[Algorithm], values: dict[str, Any]) -> dict[str, Any]:
     """Return values for an algorithm's hyperparameters, with text converted to the declared type."""
     known = {field.name for field in dataclasses.fields(cls) if field.init}
-    hints = get_type_hints(cls)
+    texts = any(isinstance(value, str) for value in values.values())
+    hints = get_type_hints(cls) if texts else {}  # which take longer than all else
     parsed = {}
     for name, value in values.items():
         if name not in known:

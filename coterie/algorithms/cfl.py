@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import scipy  # loads its parts when they are first used
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
@@ -104,7 +104,8 @@ class Cfl(Algorithm):
         direction = torch.nn.functional.normalize(moves.double(), dim=1)
         apart = (1 - direction @ direction.t()).clamp(min=0).cpu()
         upper = torch.triu_indices(len(moves), len(moves), 1)
-        parts = torch.from_numpy(fcluster(linkage(apart[upper[0], upper[1]], "complete"), 2, "maxclust"))
+        tree = scipy.cluster.hierarchy.linkage(apart[upper[0], upper[1]], "complete")
+        parts = torch.from_numpy(scipy.cluster.hierarchy.fcluster(tree, 2, "maxclust"))
         return (parts != parts[0]).to(moves.device)
 
     def train(self, client: Client, x: Tensor) -> Tensor:

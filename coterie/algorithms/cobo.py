@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, Reveals, setting
+from coterie.algorithms.base import Reveals, setting
+from coterie.algorithms.finding import sends_sums, together
+from coterie.algorithms.head_sums import HeadSums, sends_heads
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import PEERS
@@ -28,6 +30,7 @@ from coterie.theory.consensus import (
     start_newcomers,
 )
 from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_distances, shared_noise
+from coterie.theory.pooled_tree import FOREIGN
 from coterie.theory.simplex import onto_simplex
 from coterie.theory.sketch import project
 from coterie.theory.sparse_links import candidates, merge, observed_links, sparse_consensus
@@ -44,10 +47,11 @@ DENSE = 300  # clients up to which every pair has a weight
 LOOK_EVERY = ((20, 1), (100, 5), (float("inf"), 50))  # up to which round the common test is made how often
 SEARCH_ROUNDS = (1, 2, 4, 8, 16)  # in which candidate neighbours of many clients are looked for again
 SKETCH = 16  # numbers of a gradient by which they are found
+HEAVIEST = 4.0  # times the median number of rows: nobody weighs more in a mean
 
 
 @dataclass(frozen=True)
-class CoBo(Algorithm):
+class CoBo(HeadSums):
     """Collaborative learning via bilevel optimization (Hashemi, He, Jaggi: CoBo, 2024).
 
     min_X sum_i f_i(x_i) + rho/2 sum_{i<j} w_ij |x_i - x_j|^2,   w_ij in argmax_w w <grad f_i(z), grad f_j(z)>
@@ -57,8 +61,10 @@ class CoBo(Algorithm):
     test = "common":  z = the median model of clients that are linked, directly or through others;  with v_i the noise
         of g_i(z) that i's choice of rows brings,   w_ij = w_ji <- clip(w_ij + gamma e_ij, 0, 1),
         e_ij = 1 or -1: whether i and j are on one side of the clearest cut through {g_i(z)}, or v explains them all;
-        w_ij is at most what makes the pull best for clients that differ as much as those of its side do
-    every client:  x_i <- x_i - lr (g_i(x_i) + rho sum_k w_ik (x_i - x_k))
+        w_ij is at most what makes the pull best for clients that differ as much as those of its side do;
+        links to begin with are those inside clusters that sums over rows tell apart
+    every client:  x_i <- x_i - lr (g_i(x_i) + (rho/s_i) sum_k w_ik (x_i - x_k)),   s_i its rows divided by the mean
+        (weighting = "size", the default of "common") or 1
 
     "auto" is "common" for weights in a box and "midpoint" on the simplex. p_t is rate/n for sampling = "constant",
     t^-power for "time", constant for `switch` rounds and then by time for "mixed", 1 for "all", and min(1, 100/n) for
@@ -122,8 +128,19 @@ class CoBo(Algorithm):
         options=("norm", "zero"),
     )
     neighbours: int = setting(20, "candidates of each client if there are more than 300", low=1)
+    weighting: str = setting(
+        "auto",
+        "weight clients by their rows (size) or equally (uniform); auto: size if test = common",
+        options=("auto", "size", "uniform"),
+    )
+    start_links: str = setting(
+        "auto",
+        "links to begin with: all, or those in clusters that are found first; auto: found where sums over rows do it",
+        options=("auto", "all", "found"),
+    )
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
-    reveals: ClassVar[Reveals] = {
+    pulls: ClassVar[bool] = True
+    reveals: ClassVar[Reveals] = HeadSums.reveals | {
         "curvature": "aggregate",
         "probe": "gradient",
         "agree": "gradient",
@@ -136,12 +153,17 @@ class CoBo(Algorithm):
         lr, rho, curvature = self._steps(fed)
         n, models = fed.n, fed.initial_model().repeat(fed.n, 1)
         seen = torch.zeros(n, dtype=torch.long, device=fed.device)
-        memory = {"momentum": torch.zeros_like(models)} if self.momentum else {}
+        memory: dict[str, Any] = {"momentum": torch.zeros_like(models)} if self.momentum else {}
+        if self.weighting == "size" or (self.weighting == "auto" and self.common_point):
+            rows = fed.sizes.clamp(max=HEAVIEST * fed.sizes.median())
+            if bool((rows != rows[0]).any()):
+                memory["lightness"] = (rows.mean() / rows).to(fed.dtype)
         if self.sparse(fed):
             memory["links"] = torch.zeros(2, 0, dtype=torch.long, device=fed.device)
             weights = torch.zeros(0, dtype=fed.dtype, device=fed.device)
         else:
-            weights = 1 - torch.eye(n, dtype=fed.dtype, device=fed.device)
+            weights, final = self.first_links(fed, rho, curvature)
+            memory |= {"final": True} if final else {}
             if self.domain == "simplex":
                 weights = weights / (n - 1) if n > 1 else torch.ones_like(weights)
         steps = {"lr": lr, "rho": rho, "curvature": curvature}
@@ -152,7 +174,7 @@ class CoBo(Algorithm):
         if self.sparse(fed):
             s = self.linked(fed, s, t, ids)
         elif self.common_point:
-            if any(t <= last and t % every == 0 for last, every in LOOK_EVERY):
+            if "final" not in s and any(t <= last and t % every == 0 for last, every in LOOK_EVERY):
                 s = s.replace(weights=self.probed(fed, s, ids))
         else:
             weights, size = self.refreshed(fed, s, t, ids)
@@ -166,6 +188,25 @@ class CoBo(Algorithm):
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model moves")
         return self.stepped(fed, s, t, r)
+
+    def first_links(self, fed: Federation, rho: float, curvature: float) -> tuple[Tensor, bool]:
+        """Return W to begin with, and whether it is final: found from all rows of everybody."""
+        weights = 1 - torch.eye(fed.n, dtype=fed.dtype, device=fed.device)
+        by_sums = self.start_links != "all" and self.common_point and sends_sums(fed)
+        if self.start_links == "auto" and self.common_point and sends_heads(fed.model):
+            labels = self.groups_by_heads(fed)
+            return (weights if labels is None else weights * together(labels)), False
+        if not by_sums and self.start_links != "found":
+            return weights, False
+        try:
+            found = self.find_clusters(fed, None)
+        except NobodyAnswered:
+            return weights, False
+        weights *= together(found.labels)
+        if found.excess is None or bool((found.labels < 0).any()):
+            return weights, False
+        most = curvature / (rho * torch.bincount(found.labels) * found.excess).clamp(min=1e-12)
+        return weights * most[found.labels].clamp(max=1).to(weights), True
 
     @property
     def common_point(self) -> bool:
@@ -341,6 +382,7 @@ class CoBo(Algorithm):
             after = sparse_consensus(models - s.lr * grads, s.links, s.weights, s.lr * self.length * s.rho)
             return after if seen is None else torch.where((seen == t).unsqueeze(-1), after, models)
         links = s.weights if seen is None else recent_links(s.weights, seen, t, self.patience)
+        links = links * s.lightness if "lightness" in s else links
         degree = degrees(links)
         return consensus_step(models, grads, links, degree, s.lr, self.prox(s, degree), self.stiff)
 
@@ -394,7 +436,7 @@ class CoBo(Algorithm):
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         steps = {"slope": (d, d), "descend": (d + 1, d)}
         looks = {"probe": (d, d + 2), "agree": (d, d), "agree_with_noise": (d, d + 1)}
-        return {"curvature": (0, 1), **steps, **looks}
+        return {"curvature": (0, 1), **steps, **looks, **self.finding_traffic(d), **self.head_traffic(d)}
 
     def curvature(self, client: Client) -> Tensor:
         return client.smoothness()
@@ -405,8 +447,10 @@ class CoBo(Algorithm):
         largest, usual_curvature = 0.0, 1.0
         if fed.model.has_hessian and (self.lr is None or self.common_point or not guarded):
             r = fed.map(self.curvature)
-            largest = float(r.values.max()) if len(r) else 0.0
-            usual_curvature = float(r.values.median()) / 2 if len(r) else 1.0
+            if len(r):
+                middle = r.values.median()
+                largest = float(r.values[r.values <= FOREIGN * middle].max()) if middle > 0 else 0.0
+                usual_curvature = float(middle) / 2
         lr = self.lr or (min(USUAL_LR, 0.5 / largest) if largest > 0 else USUAL_LR)
         spread = fed.n if self.domain == "box" else fed.n / max(1, fed.n - 1)
         safe = max(0.0, 1 / lr - largest) / spread

@@ -19,6 +19,7 @@ from coterie.algorithms.crossed_cells import (
 )
 from coterie.algorithms.crossed_modes import ModeSearch, filled, ridge
 from coterie.algorithms.effect_groups import named_columns
+from coterie.algorithms.quadratics import digits
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -28,7 +29,6 @@ from coterie.theory.crossed import INDIFFERENT, CellSums, Crossed
 from coterie.theory.laplace import minimum
 from coterie.theory.variance_components import pattern
 
-_DIGITS = 6  # of variances, so that machines whose last bits differ give the same
 _NEWCOMER_STEPS = 25
 _NOTHING = -25.0  # logarithm of a variance that stands for zero while effects are on their way there
 
@@ -83,7 +83,7 @@ class CrossedEffects:
         if not len(replies):
             return s
         model, point = self._best_model(fed, at, cell_sums(replies, at))
-        values = _rounded(model.variances(model.without(point, float(model.deviance(point)))))
+        values = digits(model.variances(model.without(point, float(model.deviance(point)))))
         common, effect, _ = model.effects(values)
         x = filled(fed, at, common, effect)
         spread = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, at.fixed, model.at(values)[1])
@@ -232,15 +232,28 @@ class CrossedEffects:
         pairs = list(zip(self.variance_names(fed, s), scale * s.variances.sqrt(), strict=True))
         return {f"sd {name}": value for name, value in pairs[0 if fed.model.has_statistics else 1 :]}
 
+    def laplace_without(self, fed: Federation, s: State, parts: dict[str, list[int]]) -> dict[str, float]:
+        """Return the smallest deviance without each part of the variances (by place, the noise not counted)."""
+        at = layout(fed)
+        assert at is not None
+        search, found = ModeSearch(self, fed, s, at, s.client_groups), {}
+        assert search.first is not None
+        point = search.first.start(s.variances)[1:].clamp(min=-6.0)
+        for name, places in parts.items():
+            kept = torch.tensor([k for k in range(len(point)) if k not in places], dtype=torch.long)
+            base = torch.full_like(point, _NOTHING)
+
+            def deviance(some: Tensor, base: Tensor = base, kept: Tensor = kept) -> float:
+                return search.deviance(base.index_copy(0, kept, some))
+
+            found[name] = minimum(deviance, point[kept])[1] if len(kept) else search.deviance(base)
+        search.deviance(search.first.start(s.variances)[1:])  # clients and server are where they were
+        return found
+
     def crossed_likelihood(self, fed: Federation, s: State) -> tuple[Crossed, Tensor, float]:
         """Return the likelihood of least squares, its best point and the deviance there."""
         at = layout(fed)
         assert at is not None
-        if not fed.model.has_statistics:
-            raise SettingError(
-                "hierarchical: tests with several grouping columns are for least squares; run.variances() has "
-                "intervals for classes and counts"
-            )
         sums = cell_sums(self.ask(fed, s, at), at)
         model = Crossed(sums, s.client_groups, at.names, ridge=ridge(fed, at, sums.rows))
         return model, *model.fit(model.start(s.variances))
@@ -250,9 +263,3 @@ def _numbered(groups: Tensor) -> Tensor:
     """Return groups with the numbers 0, 1, ... without gaps, and -1 as it is."""
     found: Tensor = groups.unique(return_inverse=True)[1]
     return found - int(bool((groups < 0).any()))
-
-
-def _rounded(values: Tensor) -> Tensor:
-    """Return variances with six digits."""
-    step = 10.0 ** (values.clamp(min=1e-300).log10().floor() - (_DIGITS - 1))
-    return torch.where(values > 0, (values / step).round() * step, 0.0)

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
+from coterie.algorithms.crossed_cells import cell_sums, layout
+from coterie.algorithms.crossed_modes import ridge
 from coterie.algorithms.marginal_effects import unpacked
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
+from coterie.theory.crossed import Crossed
+from coterie.theory.crossed_posterior import CrossedPosterior
 from coterie.theory.uncertainty import (
     Effects,
     boundary_chance,
@@ -28,11 +32,6 @@ if TYPE_CHECKING:
 
 def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Effects]:
     """Return the ids of clients that answered, and their models with uncertainty."""
-    if "client_groups" in s:
-        raise SettingError(
-            "hierarchical: effects of clients have no intervals with several grouping columns; run.personal has the "
-            "estimates, run.variances() intervals of the variances"
-        )
     ids, sums = _sums(method, fed, s)
     found = Components(s.noise, s.within.double(), s.between.double())
     centre = s.centres.double()[sums.clusters]
@@ -45,6 +44,31 @@ def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, 
         doubt = doubt_of_variances(model, point)
     sure, spread = s.certainty.double()[sums.clusters], found.within[sums.clusters]
     return ids, client_effects(sums.xx / s.noise, sums.xy / s.noise, centre, spread, sure, doubt, groups)
+
+
+def crossed_posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, CrossedPosterior]:
+    """Return the ids of clients that answered, and their coefficients, the levels' effects, and their uncertainty."""
+    at = layout(fed)
+    assert at is not None
+    replies = method.ask(fed, s, at)
+    sums = cell_sums(replies, at)
+    noise = None if fed.model.has_statistics else 1.0
+    model = Crossed(sums, s.client_groups, at.names, noise=noise, ridge=ridge(fed, at, sums.rows))
+    doubt = torch.zeros(len(s.variances), len(s.variances), dtype=torch.float64)
+    doubt[-len(s.information) :, -len(s.information) :] = _crossed_doubt(
+        s, len(s.variances) - len(s.information)
+    )
+    return replies.ids, CrossedPosterior(model, s.variances, doubt)
+
+
+def _crossed_doubt(s: State, first: int) -> Tensor:
+    """Return the covariance of the logarithms of variances from the `first` on; 0 where one is zero."""
+    values = s.variances[first:]
+    information = s.information[-len(values) :, -len(values) :]
+    known = ((information.diagonal() > 0) & (values > 0)).nonzero().squeeze(-1)
+    doubt = torch.zeros_like(information)
+    doubt[known[:, None], known] = torch.linalg.pinv(information[known[:, None], known], hermitian=True)
+    return doubt
 
 
 def variances(
@@ -116,10 +140,8 @@ def _crossed_variances(
 
     reach, first = float(norm.ppf(0.5 + level / 2)), 0 if fed.model.has_statistics else 1
     names, values = method.variance_names(fed, s)[first:], s.variances[first:]
-    information = s.information if len(s.information) == len(values) else s.information[first:, first:]
-    known = (information.diagonal() > 0) & (values > 0)
-    doubt = torch.zeros_like(values)
-    doubt[known] = torch.linalg.pinv(information[known][:, known], hermitian=True).diagonal().clamp(min=0)
+    doubt = _crossed_doubt(s, first).diagonal().clamp(min=0)
+    known = doubt > 0
     factor = (reach * doubt.sqrt()).exp()
     lower, upper = values / factor, torch.where(known, values * factor, torch.inf)
     rows = zip(values.tolist(), lower.tolist(), upper.tolist(), strict=True)
@@ -128,11 +150,19 @@ def _crossed_variances(
 
 def _crossed_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
     """Return the p-values of "clients differ" and "COLUMN differs"."""
-    model, point, best = method.crossed_likelihood(fed, s)
-    clients, start = model.client_variances, point.clamp(min=-10.0)
-    parts = {"clients differ": list(range(1, 1 + clients))}
-    parts |= {f"{name} differs": [1 + clients + k] for k, name in enumerate(model.factors)}
-    without = {name: model.fit(start, dict.fromkeys(at, -torch.inf))[1] for name, at in parts.items()}
+    names = method.variance_names(fed, s)[1:]
+    clients = list(range(int(s.client_groups.max()) + 1))
+    parts = {"clients differ": clients}
+    parts |= {f"{name} differs": [k] for k, name in enumerate(names) if k not in clients}
+    if not fed.model.has_statistics:
+        without, best = method.laplace_without(fed, s, parts), s.deviance
+    else:
+        model, point, best = method.crossed_likelihood(fed, s)
+        start = point.clamp(min=-10.0)
+        without = {
+            name: model.fit(start, dict.fromkeys((1 + k for k in at), -torch.inf))[1]
+            for name, at in parts.items()
+        }
     return {name: boundary_chance(without[name] - best, len(at)) for name, at in parts.items()}
 
 

@@ -47,6 +47,7 @@ class FedEm(Algorithm):
     weighting: str = setting(
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "thetas"}

@@ -34,6 +34,7 @@ class FedPAC(PartlyShared):
     lam: float = setting(
         1.0, "strength of the pull to the classes' mean features", low=0, tune=(0.1, 1.0, 10.0)
     )
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {"train": "values"}
 
     begin: ClassVar[None] = None  # type: ignore[assignment]  # the server has the heads

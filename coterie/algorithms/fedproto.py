@@ -36,6 +36,7 @@ class FedProto(Algorithm):
     steps: int = setting(5, "local steps per round", low=1)
     predict: str = setting("prototypes", "what predicts classes", options=("prototypes", "head"))
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {"train": "values"}
 
     def start(self, fed: Federation) -> State:

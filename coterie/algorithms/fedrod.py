@@ -36,6 +36,7 @@ class FedRoD(Algorithm):
     lr: float = setting(0.05, "local step size", above=0, tune=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}

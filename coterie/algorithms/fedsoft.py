@@ -48,6 +48,7 @@ class FedSoft(Algorithm):
     steps: int = setting(5, "local steps per round", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {"train": "personal"}
 
     def start(self, fed: Federation) -> State:

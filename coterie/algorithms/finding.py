@@ -1,8 +1,8 @@
-"""Clusters that nobody named: clients fit alone, the server makes a tree of the fits, held-out rows choose in it."""
+"""Clusters that nobody named: the server makes a tree of clients, by their fits or sums, held-out rows choose in it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,9 +12,13 @@ from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, Reveals
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
-from coterie.models.blocks import first_rows
+from coterie.models.blocks import drawn_rows
+from coterie.models.glm import Glm
 from coterie.models.heads import last_layer
+from coterie.models.linear import Linear
 from coterie.theory.cluster_tree import LARGEST, chosen, coarse, credible, cut, ward
+from coterie.theory.pooled_sums import pooled_clusters
+from coterie.theory.pooled_tree import credible_sums
 from coterie.theory.sketch import clustered_part
 from coterie.theory.threshold_starts import group_weights
 
@@ -23,27 +27,44 @@ FIT_STEPS, FIT_LR = 100, 0.05  # of a client alone; 1/L is the step size of mode
 FIT_ROWS = 512  # of a client that are used for it
 TOP = 32  # merges, from the root down, whose clusters are judged
 HEAVIEST = 10.0  # times the median weight: nobody weighs more, whatever number of rows it claims
+MOST_SUMS = 64  # parameters up to which clients of linear models send sums instead of fits
+MOST_WORK = 3e8  # operations of the tree up to which they do
 
 
 @dataclass(frozen=True)
 class Found:
-    """Clusters that were found: the label of every client, -1 if it did not answer, and a model for each cluster."""
+    """Clusters that were found: the label of every client, -1 if it did not answer, and a model for each cluster.
+
+    `excess` is the variance of members in units of that of a client's fit, by cluster; None if it is not known.
+    """
 
     labels: Tensor
     models: Tensor
+    excess: Tensor | None = None
+
+
+def together(labels: Tensor) -> Tensor:
+    """Return which pairs may be in one cluster, bool [n, n]: those that are, and all with who did not answer (-1)."""
+    absent = labels < 0
+    return (labels.unsqueeze(1) == labels) | absent | absent.unsqueeze(1)
 
 
 class Finder(Algorithm):
-    """An algorithm that can find clusters before it trains; its clients have the phases `fit_alone` and `try_shared`.
+    """An algorithm that can find clusters before it trains; its clients have the phases below.
 
-    Held-out loss of client i in cluster A: its rows are dealt to folds; the model is the mean of the fits of A, with
-    the fit of i on its other folds in place of its own, weighted by rows; alone, that fit itself. A set of nodes of the
-    tree with the least sum of these losses is taken: any number of clusters, from one to everybody alone.
+    Linear models with few parameters: clients send curvature and slope of their losses, summed over the rows of each
+    fold, from which the server computes what any group would fit (`coterie.theory.pooled_sums`).
+
+    Other models, held-out loss of client i in cluster A: its rows are dealt to folds; the model is the mean of the fits
+    of A, with the fit of i on its other folds in place of its own, weighted by rows; alone, that fit itself. A set of
+    nodes of the tree with the least sum of these losses is taken: any number of clusters, from one to everybody alone.
     """
 
     name = ""
-    reveals: ClassVar[Reveals] = {"fit_alone": "personal", "try_shared": "aggregate"}
+    reveals: ClassVar[Reveals] = {"fit_alone": "personal", "try_shared": "aggregate", "sum_folds": "values"}
     optional: ClassVar[frozenset[str]] = frozenset(reveals)
+
+    pulls: ClassVar[bool] = False  # members of a cluster have models of their own, pulled together
 
     @property
     def fit_steps(self) -> int:
@@ -54,6 +75,8 @@ class Finder(Algorithm):
         self, fed: Federation, ids: Tensor | None, k: int = 0, on: str = "all", width: int = 256
     ) -> Found:
         """Find k clusters of the clients `ids` (None: all), or with k = 0 as many as held-out rows ask for."""
+        if not k and on == "all" and sends_sums(fed):
+            return self._from_sums(fed, ids)
         r = fed.map(self.fit_alone, x=fed.initial_model(), to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so there is nothing to cluster")
@@ -91,7 +114,32 @@ class Finder(Algorithm):
 
     def finding_traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Return the communication of the phases below."""
-        return {"fit_alone": (d, d + FOLDS), "try_shared": (d + 1, FOLDS)}
+        return {
+            "fit_alone": (d, d + FOLDS),
+            "try_shared": (d + 1, FOLDS),
+            "sum_folds": (d, FOLDS * (d * d + d)),
+        }
+
+    def _from_sums(self, fed: Federation, ids: Tensor | None) -> Found:
+        """Find clusters from curvature and slope of the clients' losses; who sends what no rows have is alone."""
+        r = fed.map(self.sum_folds, x=fed.initial_model(), to=ids)
+        if len(r) == 0:
+            raise NobodyAnswered("no client answered, so there is nothing to cluster")
+        hessians = r["hessians"].view(len(r), FOLDS, fed.d, fed.d)
+        slopes, rows = r["slopes"].view(len(r), FOLDS, fed.d), r.weights.flatten().cpu()
+        good, hessians, slopes = credible_sums(hessians, slopes, rows)
+        labels, excess = torch.full((len(r),), -1, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
+        models = fed.initial_model().unsqueeze(0)[:0]
+        if good.any():
+            labels[good], found, excess = pooled_clusters(hessians, slopes, rows[good], self.pulls)
+            models = found.to(models)
+        alone = (~good).nonzero().squeeze(1)
+        labels[alone] = len(models) + torch.arange(len(alone))
+        models = torch.cat([models, fed.initial_model().expand(len(alone), -1)])
+        excess = torch.cat([excess, torch.zeros(len(alone), dtype=torch.float64)])
+        everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+        labels = everyone.index_copy(0, r.ids, labels.to(fed.device))
+        return Found(labels, models, excess.to(fed.device))
 
     def _judged(
         self, fed: Federation, ids: Tensor, fits: Tensor, alone: Tensor, weights: Tensor, below: Tensor
@@ -135,6 +183,35 @@ class Finder(Algorithm):
         client.keep.folds = found[..., d:-FOLDS]
         return {"fit": found[..., :d], "loss": found[..., -FOLDS:]}
 
+    def sum_folds(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        """Return curvature H and slope b of w'H w/2 - b'w, the loss near the client's own fit, summed over each fold.
+
+        A fold has two rows or more; a client with fewer than four has one fold.
+        """
+        model, d = client.model, x.shape[-1]
+        assert isinstance(model, Glm)
+        plain = replace(model, l2=0.0)
+
+        def summed(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            inputs, targets, weight = drawn_rows(inputs, targets, weight, FIT_ROWS)
+            rows = (weight > 0).sum(-1, keepdim=True)
+            fold = torch.arange(weight.shape[-1], device=weight.device) % (rows // 2).clamp(1, FOLDS)
+            if not isinstance(model, Linear):  # whose loss is the same quadratic everywhere
+                lr = 1 / model.smoothness(w, inputs, targets, weight).clamp(min=1e-12)
+                for _ in range(self.fit_steps):
+                    w = w - lr * model.grad(w, inputs, targets, weight)
+            curves, slopes = [], []
+            for held in range(FOLDS):
+                used = weight * (fold == held) * rows
+                curve = plain.hessian(w, inputs, targets, used)
+                slope = (curve @ w.unsqueeze(-1)).squeeze(-1) - plain.grad(w, inputs, targets, used)
+                curves.append(curve.flatten(-2))
+                slopes.append(slope)
+            return torch.cat([*curves, *slopes], -1)
+
+        found = client.over_rows(summed, x.expand(*client.lead, -1), reduce=False)
+        return {"hessians": found[..., : FOLDS * d * d], "slopes": found[..., FOLDS * d * d :]}
+
     def try_shared(self, client: Client, x: Tensor, share: Tensor) -> Tensor:
         """Return the losses on held-out folds of the mixture of x with the client's own fit, which has this share."""
         d = x.shape[-1]
@@ -149,9 +226,15 @@ class Finder(Algorithm):
         return client.over_rows(tried, all_of)
 
 
+def sends_sums(fed: Federation) -> bool:
+    """Return True if clients of this model can send sums over their rows, and the server can make a tree of them."""
+    able = isinstance(fed.model, Glm) and fed.model.closed_form and not fed.model.whole_clients
+    return able and fed.d <= MOST_SUMS and fed.n <= LARGEST and fed.n**2 * fed.d**3 <= MOST_WORK
+
+
 def _some_rows(inputs: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return at most FIT_ROWS rows, their weights, and the fold of each."""
-    inputs, targets, weight = first_rows(inputs, targets, weight, FIT_ROWS)
+    inputs, targets, weight = drawn_rows(inputs, targets, weight, FIT_ROWS)
     return inputs, targets, weight, torch.arange(weight.shape[-1], device=weight.device) % FOLDS
 
 

@@ -102,6 +102,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         "use the known clusters, one cluster of all clients, or clusters that are found first",
         options=("known", "one", "found"),
     )
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = Finder.reveals | {
         "train": "model",
         "curve": "gradient",

@@ -38,6 +38,7 @@ class KNNPer(PartlyShared):
     scale: float = setting(1.0, "distance at which a row counts 1/e", above=0, tune=(0.3, 1.0, 3.0))
     personal: str = setting("store", "parameter groups that stay at the clients", options=("store",))
 
+    row_by_row: ClassVar[bool] = True
     remedy: ClassVar[str] = (
         "pass model=coterie.models.with_neighbours(coterie.models.mlp()) to the federation"
     )

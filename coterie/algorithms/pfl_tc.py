@@ -27,6 +27,7 @@ from coterie.theory.threshold_rules import RULES
 from coterie.theory.threshold_starts import group_weights, seed_weights
 
 FEW = 3  # members up to which a cluster takes their mean
+WIDE = 3.0  # times the median distance of the members of a found cluster: nearer ones are in its ball
 HEAVIEST = 4.0  # times the median number of rows: no client weighs more in a centre
 
 
@@ -217,6 +218,9 @@ class PflTc(Finder):
             rest = 0.0 if self.clusters else REST
             found = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes, rest=rest)
             balls = found.weights[0]
+            if not self.clusters:
+                far = torch.linalg.vector_norm(part.double() - found.centres[0].double(), dim=1)
+                balls = (members & (far <= WIDE * far[members].median())).double()
         rows = r.weights.flatten().double()
         weights = balls.double() * rows.clamp(max=HEAVIEST * rows.median())
         weights = weights / weights.sum()

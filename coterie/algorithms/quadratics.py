@@ -52,13 +52,14 @@ def log_volume(a: Tensor) -> Tensor:
     return values.clamp(min=least.clamp(min=torch.finfo(values.dtype).tiny)).log().sum(-1, keepdim=True)
 
 
+def digits(values: Tensor) -> Tensor:
+    """Return variances with six digits, so that machines whose last bits differ give the same."""
+    step = 10.0 ** (values.clamp(min=1e-300).log10().floor() - 5)
+    return torch.where(values > 0, (values / step).round() * step, 0.0)
+
+
 def rounded(found: Components) -> Components:
-    """Round to four digits, so that machines whose last bits differ give the same variances."""
-
-    def digits(value: Tensor) -> Tensor:
-        step = 10.0 ** (value.clamp(min=1e-300).log10().floor() - 3)
-        return torch.where(value > 0, (value / step).round() * step, 0.0)
-
+    """Return components with the digits of variances that all machines agree on."""
     noise = float(digits(torch.tensor(found.noise, dtype=torch.float64)))
     noises = None if found.noises is None else digits(found.noises)
     within = found.within if found.within.dim() == 3 else digits(found.within)

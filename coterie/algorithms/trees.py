@@ -105,6 +105,7 @@ class BoostedTrees(Algorithm):
     varying: ClassVar[frozenset[str]] = frozenset({"survey", "histogram"})
     sentinels: ClassVar[frozenset[float]] = frozenset({float(NO_EDGE), SHARED})
     in_units: ClassVar[bool] = True
+    row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {
         "tally": "aggregate",
         "survey": "values",
@@ -134,9 +135,12 @@ class BoostedTrees(Algorithm):
         if len(replies):
             total = replies.sum()
             share = total[:-1] / total[-1]
-            if self.balance and classes > 1:
+            if model.class_weights is not None:
+                balance = balance.new_tensor(model.class_weights)
+            elif self.balance and classes > 1:
                 balance = 1 / (classes * share.clamp(min=1 / total[-1]))
-                share = torch.full_like(share, 1 / classes)
+            if classes > 1:
+                share = share * balance / (share * balance).sum()
             share = share[1:] if model.task == "binary" else share
             model.parts(x)[0].copy_(model.loss_of.constant(share))
         return State(

@@ -1,0 +1,106 @@
+"""Who belongs together, from what a linear layer on a network's first features would learn, before anybody trains."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie._core import randomness
+from coterie.algorithms.base import Reveals
+from coterie.algorithms.finding import FIT_ROWS, FOLDS, Finder
+from coterie.engine.client import Client
+from coterie.engine.federation import Federation
+from coterie.models.base import Model
+from coterie.models.blocks import drawn_rows
+from coterie.models.heads import head_of
+from coterie.models.network import Network
+from coterie.theory.pooled_sums import clear_clusters
+from coterie.theory.pooled_tree import credible_sums
+
+WIDTH = 16  # random combinations of the features that are used
+MOST_OUTPUTS = 128  # classes up to which it is done
+
+
+class HeadSums(Finder):
+    """An algorithm whose networks can be told apart before they train: the phase `sum_head`.
+
+    The features of an untrained network are random functions of the inputs. Least squares of the targets (classes: one
+    and zero) on a few of them has sums over rows like any linear model, so clusters that are far apart, such as those
+    with other names for the same classes, are found at once (`coterie.theory.pooled_sums.clear_clusters`).
+    """
+
+    name = ""
+    reveals: ClassVar[Reveals] = Finder.reveals | {"sum_head": "values"}
+
+    def groups_by_heads(self, fed: Federation) -> Tensor | None:
+        """Return the group of each client, -1 if it did not answer; None if nobody did."""
+        r = fed.map(self.sum_head, x=fed.initial_model())
+        if len(r) == 0:
+            return None
+        width, outputs = _sizes(fed.model)
+        hessians = r["hessians"].view(len(r), FOLDS, width, width)
+        slopes, rows = r["slopes"].view(len(r), FOLDS, width, outputs), r.weights.flatten().cpu()
+        good, hessians, slopes = credible_sums(hessians, slopes, rows)
+        labels = len(r) + torch.arange(len(r))  # who sends what no rows have is alone
+        if good.any():
+            labels[good] = clear_clusters(hessians, slopes, rows[good])
+        everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
+        return everyone.index_copy(0, r.ids, labels.to(fed.device))
+
+    def sum_head(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        """Return H and b of least squares on the features at x, summed over each fold of two rows or more."""
+        model = client.model
+        width, outputs = _sizes(model)
+
+        def summed(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            inputs, targets, weight = drawn_rows(inputs, targets, weight, FIT_ROWS)
+            seen = model.hidden_features(w, inputs).to(w.dtype)
+            if seen.shape[-1] >= width:
+                seen = seen @ _mixture(seen)
+            seen = torch.cat([seen, torch.ones_like(seen[..., :1])], -1)
+            wanted = (
+                targets.unsqueeze(-1).to(w.dtype) if outputs == 1 else model.hits(targets, weight).to(w.dtype)
+            )
+            rows = (weight > 0).sum(-1, keepdim=True)
+            fold = torch.arange(weight.shape[-1], device=weight.device) % (rows // 2).clamp(1, FOLDS)
+            parts = [seen * (weight * rows * (fold == held)).unsqueeze(-1) for held in range(FOLDS)]
+            curves = [(part.mT @ seen).flatten(-2) for part in parts]
+            return torch.cat([*curves, *((part.mT @ wanted).flatten(-2) for part in parts)], -1)
+
+        found = client.over_rows(summed, x.expand(*client.lead, -1), reduce=False)
+        cut = FOLDS * width * width
+        return {"hessians": found[..., :cut], "slopes": found[..., cut:]}
+
+    def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
+        declared = self.traffic(model.d)
+        if sends_heads(model):
+            width, outputs = _sizes(model)
+            declared["sum_head"] = (model.d, FOLDS * width * (width + outputs))
+        return declared
+
+    def head_traffic(self, d: int) -> dict[str, tuple[int, int]]:
+        """Return the communication of `sum_head` for one output; `traffic_of` knows the model."""
+        return {"sum_head": (d, FOLDS * (WIDTH + 1) * (WIDTH + 2))}
+
+
+def sends_heads(model: Model) -> bool:
+    """Return True if the model is a network whose last linear layer gives its outputs."""
+    able = isinstance(model, Network) and not model.tokens and head_of(model) is not None
+    return able and model.classes_known <= MOST_OUTPUTS
+
+
+def _sizes(model: Model) -> tuple[int, int]:
+    """Return the number of features, the one for the intercept included, and of outputs."""
+    head = head_of(model)
+    assert head is not None and head.features is not None
+    return min(head.features, WIDTH + 1), model.classes_known
+
+
+def _mixture(features: Tensor) -> Tensor:
+    """Return the random matrix by which many features become few, the same for everybody."""
+    width = features.shape[-1]
+    keys = randomness.slots(randomness.key("features of a head"), width * WIDTH)
+    mixture: Tensor = randomness.normal(keys, torch.float64).view(width, WIDTH).to(features) / width**0.5
+    return mixture
