@@ -26,6 +26,7 @@ from coterie._core.errors import DataError, RunError, SettingError
 from coterie.algorithms import Algorithm, make, setting
 from coterie.data import tables
 from coterie.data.table_source import TableSource
+from coterie.data.time_order import in_time, split_in_time
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.from_table import SPLIT
@@ -33,6 +34,7 @@ from coterie.engine.resplit import only
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.description import description
+from coterie.models.ensemble import Ensemble
 from coterie.models.metrics import main_metric
 from coterie.train.fit import fit
 from coterie.train.folder import RunFolder
@@ -108,6 +110,8 @@ class Adapted:
         RunFolder.require_free(place)
         tensors = {"personal": self.predictor.personal, "common": self.predictor.common}
         files.write_tensors(place / "models" / "models.safetensors", tensors)
+        if self.predictor.baseline is not None:
+            self.predictor.baseline.save(place / "models")
         note = files.read_json(source.path / "models" / "model.json")
         note |= {
             "clients": self.predictor.clients,
@@ -166,10 +170,16 @@ def adapt(folder: str | Path, table: Any, client: str | None = None, model: Mode
     fed = _newcomers(opened, known, table, client)
     labels = None if roster is None or roster.clusters is None else torch.tensor(roster.clusters)
     models, how = personal_models(algorithm, fed, state, known.personal, known.common, rounds, labels)
-    alone = _alone(algorithm, fed, rounds)
+    trained = not isinstance(fed.model, Ensemble)  # which is made of models that are trained one by one
+    alone = _alone(algorithm, fed, rounds) if trained else torch.full_like(models, torch.nan)
     metric = main_metric(fed.model.task).name
     candidates = {"adapted": models, "common": known.common.expand_as(models), "alone": alone}
-    scores = {name: fed.score(value, "test")[metric].tolist() for name, value in candidates.items()}
+    scores = {name: [float("nan")] * fed.n for name in candidates}
+    scores |= {
+        name: fed.score(value, "test")[metric].tolist()
+        for name, value in candidates.items()
+        if trained or name != "alone"
+    }
     rows = {split: size.tolist() for split, size in fed.rows.items()}
     everyone = replace(
         known, personal=torch.cat([known.personal, models]), clients=[*known.clients, *fed.names]
@@ -257,6 +267,7 @@ def _newcomers(opened: RunFolder, known: Predictor, table: Any, client: str | No
         raise SettingError(
             f"{source} names its clients in column {known.client_column!r}; leave the name away"
         )
+    tables.require_values(frame, "client", known.client_column, source)
     frame, names, counts = tables.by_client(frame, known.client_column)
     there = [name for name in names if name in known.clients]
     if there:
@@ -265,6 +276,10 @@ def _newcomers(opened: RunFolder, known: Predictor, table: Any, client: str | No
         )
     data = opened.config.get("data", {})
     fractions = tuple(float(part) for part in data.get("split", SPLIT))
+    parts = None
+    if data.get("time"):
+        frame, times = in_time(frame, counts, data["time"], source)
+        parts = split_in_time(torch.tensor(counts), times, (fractions[0], fractions[1], fractions[2]))
     return Federation.from_rows(
         known.preprocessor.encode(frame, source),
         known.preprocessor.encode_target(frame, source),
@@ -275,6 +290,7 @@ def _newcomers(opened: RunFolder, known: Predictor, table: Any, client: str | No
         seed=int(opened.config["federation"]["seed"]),
         dtype=known.personal.dtype,
         table=TableSource(data, known.preprocessor),
+        parts=parts,
     )
 
 

@@ -46,6 +46,8 @@ class Progress:
         The best round so far.
     lost_rounds : int
         Rounds in which nobody answered.
+    deployed : Tensor or None
+        The models deployed after this round, if scoring them made them already.
     """
 
     round: int
@@ -53,6 +55,7 @@ class Progress:
     history: History
     best: Best
     lost_rounds: int = 0
+    deployed: Tensor | None = None
 
 
 POINTER = "checkpoint.json"

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError, nearest
+from coterie.data.column_types import labels
 from coterie.models.base import Model
 from coterie.models.metrics import ScoredRows
 from coterie.theory.conformal import quantiles
+from coterie.train.predict import Predictor
 
 if TYPE_CHECKING:
     import polars
@@ -83,8 +85,16 @@ class Conformal:
             raise SettingError(
                 f"split = {split!r}: calibrate on 'validation' or 'test' rows, which trained no model"
             )
+        if run.fed.model.task == "survival":
+            raise SettingError(
+                "censored times have no conformal intervals here; see survival_* of run.predict"
+            )
         if not run.fed.has_rows(split):
             raise SettingError(f"no client has {split} rows to calibrate on; give a split with some")
+        if split in run.trained_on:
+            other = "test" if "test" not in run.trained_on and run.fed.has_rows("test") else None
+            remedy = f"calibrate on split={other!r}" if other else "train without refitting (--refit none)"
+            raise SettingError(f"the deployed models were trained on the {split} rows too; {remedy}")
         bounds, own, new = quantiles(_scores(run, split), level)
         return cls(run, level, bounds, own, new)
 
@@ -134,10 +144,11 @@ class Conformal:
         """
         import polars
 
-        found = self.run.predict(table)
+        predictor = Predictor.of(self.run)
+        found = predictor(table)
         place = {name: float(bound) for name, bound in zip(self.run.fed.names, self.bounds, strict=True)}
         bounds = torch.tensor(
-            [place.get(str(name), self.new) for name in found.to_series(0).to_list()]
+            [place.get(name, self.new) for name in labels(found[predictor.client_output]).to_list()]
         ).double()
         if self.run.fed.model.task == "regression":
             reach = self.run.fed.table.target_scale * bounds.numpy()
@@ -148,9 +159,9 @@ class Conformal:
         names = [name for name in found.columns if name.startswith("probability_")]
         likely = torch.from_numpy(found.select(names).to_numpy().copy())
         inside = (1 - likely) <= bounds.unsqueeze(-1)
-        labels = [name.removeprefix("probability_") for name in names]
+        classes = [name.removeprefix("probability_") for name in names]
         sets = [
-            " | ".join(label for label, yes in zip(labels, row, strict=True) if yes)
+            " | ".join(label for label, yes in zip(classes, row, strict=True) if yes)
             for row in inside.tolist()
         ]
         return found.with_columns(polars.Series("set", sets, dtype=polars.String))

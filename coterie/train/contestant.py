@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.models.metrics import Metric
 from coterie.train import rounds as loop
+from coterie.train.checkpoint import Best, load
 from coterie.train.rounds import Watch
 from coterie.train.run import Run, metric_plan
 
@@ -27,6 +29,12 @@ class Contestant:
         Number of rounds in all.
     evaluate_every
         Score validation rows every so many rounds.
+    metric
+        What the best round goes by instead of the loss.
+    together
+        The best round is not its own: `mark_best` says which it is, as for the parts of a cross-fitted run.
+    checkpoint
+        Folder with a checkpoint to go on from.
     """
 
     def __init__(
@@ -36,7 +44,10 @@ class Contestant:
         rounds: int,
         evaluate_every: int,
         metric: Metric | None = None,
+        together: bool = False,
+        checkpoint: Path | None = None,
     ) -> None:
+        algorithm = algorithm.for_model(fed.model)
         self.algorithm, self.seconds = algorithm, 0.0
         self.plan = {
             "rounds": rounds,
@@ -46,9 +57,12 @@ class Contestant:
             "checkpoint_every": 0,
             **metric_plan(None if metric is None else metric.name, ()),
         }
+        if together:
+            self.plan["select"] = "last"
         self.fed = fed.fresh()
         with self._working():
-            self.progress = loop.begin(self.fed, algorithm, self.plan)
+            found = None if checkpoint is None else load(checkpoint, self.fed)
+            self.progress = loop.begin(self.fed, algorithm, self.plan) if found is None else found
 
     def advance(self, until: int, watch: Watch | None = None) -> None:
         """Train until a round; the last round of all is scored like those before it."""
@@ -73,10 +87,22 @@ class Contestant:
         """True if further rounds would change nothing, as for methods that solve instead of stepping."""
         return bool(getattr(self.progress.state, "done", False))
 
-    def scores(self) -> dict[str, Tensor]:
-        """Return all validation metrics [n] at the best round so far."""
-        blocks, best = self.progress.history.blocks, self.progress.best.round
-        return {metric: value for t, split, metric, value in blocks if (t, split) == (best, "validation")}
+    def scores(self, at: int | None = None) -> dict[str, Tensor]:
+        """Return all validation metrics [n] of a round that was scored, by default the best one so far."""
+        blocks, at = self.progress.history.blocks, self.progress.best.round if at is None else at
+        return {metric: value for t, split, metric, value in blocks if (t, split) == (at, "validation")}
+
+    def mark_best(self, loss: float) -> None:
+        """Take the models as they are now for the best ones."""
+        with self._working():
+            models = loop.deployed(self.fed, self.algorithm, self.progress)
+        self.progress.best = Best(self.progress.round, loss, models, self.progress.state)
+
+    def best_models(self) -> Tensor:
+        """Return the deployed models [n, d] of the best round so far."""
+        models = self.progress.best.personal
+        assert models is not None
+        return models
 
     def megabytes(self) -> float:
         """Return what was sent up and down so far, evaluation not counted."""
@@ -85,7 +111,8 @@ class Contestant:
     def finish(self) -> Run:
         """Deploy the best round and return the run."""
         with self._working():
-            run = loop.finish(self.fed, self.algorithm, self.progress, self.plan, time.perf_counter())
+            plan = {**self.plan, "select": "best"}
+            run = loop.finish(self.fed, self.algorithm, self.progress, plan, time.perf_counter())
         run.seconds = self.seconds
         return run
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from coterie._core.errors import SettingError
 from coterie.algorithms import effect_uncertainty
+from coterie.algorithms.crossed_cells import layout
 from coterie.algorithms.hierarchical import Hierarchical
+from coterie.engine.federation import Federation
+from coterie.engine.resplit import merged
 
 if TYPE_CHECKING:
     import polars
@@ -27,15 +32,18 @@ def client_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     Returns
     -------
     polars.DataFrame
-        Columns client, coefficient, estimate, lower, upper, centre, shrinkage, and weight where tails are heavy.
+        Columns client, coefficient, estimate, lower, upper, centre, shrinkage, and weight where tails are heavy. With
+        several grouping columns, effects of levels follow as rows of the client "(all)".
     """
     import polars
     from scipy.stats import norm
 
-    method = _method(run)
-    ids, found = effect_uncertainty.posterior(method, run.fed, run.state)
+    if "client_groups" in run.state:
+        return _crossed_table(run, level)
+    method, fed = trained_clients(run)
+    ids, found = effect_uncertainty.posterior(method, fed, run.state)
     reach, d = float(norm.ppf(0.5 + level / 2)), run.fed.d
-    centre = run.state.centres.double()[method.clusters(run.fed)[ids]]
+    centre = run.state.centres.double()[method.clusters(fed)[ids]]
     columns: dict[str, Any] = {
         "client": [run.fed.names[int(k)] for k in ids for _ in range(d)],
         "coefficient": coefficient_names(run) * len(ids),
@@ -48,6 +56,34 @@ def client_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     if "trust" in run.state:
         columns["weight"] = run.state.trust[ids].repeat_interleave(d).tolist()
     return polars.DataFrame(columns)
+
+
+def _crossed_table(run: Run, level: float) -> polars.DataFrame:
+    """Return `client_table` with several grouping columns."""
+    import polars
+    from scipy.stats import norm
+
+    method, fed = trained_clients(run)
+    at = layout(fed)
+    assert at is not None
+    ids, found = effect_uncertainty.crossed_posterior(method, fed, run.state)
+    names, reach = coefficient_names(run), float(norm.ppf(0.5 + level / 2))
+    fixed, grouped = at.fixed.tolist(), at.grouped.tolist()
+    clients = [run.fed.names[int(k)] for k in ids for _ in fixed] + ["(all)"] * len(grouped)
+    estimate = torch.cat([found.clients.flatten(), found.levels])
+    error = torch.cat([found.client_errors().flatten(), found.level_errors()])
+    common = run.state.x.double().cpu()[at.fixed].repeat(len(ids))
+    return polars.DataFrame(
+        {
+            "client": clients,
+            "coefficient": [names[k] for k in fixed] * len(ids) + [names[k] for k in grouped],
+            "estimate": estimate.tolist(),
+            "lower": (estimate - reach * error).tolist(),
+            "upper": (estimate + reach * error).tolist(),
+            "centre": [*common.tolist(), *[0.0] * len(grouped)],
+            "shrinkage": [*found.shrinkage().flatten().tolist(), *[None] * len(grouped)],
+        }
+    )
 
 
 def variance_table(run: Run, level: float = 0.9) -> polars.DataFrame:
@@ -67,14 +103,14 @@ def variance_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     """
     import polars
 
-    found = effect_uncertainty.variances(_method(run), run.fed, run.state, level)
+    found = effect_uncertainty.variances(*trained_clients(run), run.state, level)
     rows = [{"variance": name, "estimate": v[0], "lower": v[1], "upper": v[2]} for name, v in found.items()]
     return polars.DataFrame(rows)
 
 
 def difference_tests(run: Run) -> dict[str, float]:
     """Return p-values of likelihood-ratio tests: "clients differ", "clusters differ"."""
-    return effect_uncertainty.tests(_method(run), run.fed, run.state)
+    return effect_uncertainty.tests(*trained_clients(run), run.state)
 
 
 def coefficient_names(run: Run) -> list[str]:
@@ -83,7 +119,9 @@ def coefficient_names(run: Run) -> list[str]:
     columns = getattr(model, "columns", fed.d)
     named = [f"x{k}" for k in range(columns)]
     if fed.table is not None:
-        named = list(fed.table.preprocessor.feature_names)[:columns]
+        named = list(fed.table.preprocessor.feature_names)
+        basis = getattr(model, "basis", None)
+        named = (named if basis is None else basis.names(named))[:columns]
     if getattr(model, "intercept", False):
         named = [*named[: columns - 1], "(intercept)"]
     outputs = fed.d // columns if fed.d % columns == 0 else 1
@@ -92,9 +130,21 @@ def coefficient_names(run: Run) -> list[str]:
     return [*named, *(f"extra {k}" for k in range(fed.d - len(named)))]
 
 
-def _method(run: Run) -> Hierarchical:
+def trained_clients(run: Run) -> tuple[Hierarchical, Federation]:
+    """Return the method of a hierarchical run and its clients, with the rows that trained them and with their models.
+
+    Raises
+    ------
+    SettingError
+        If the method is another one.
+    """
     if not isinstance(run.algorithm, Hierarchical):
         raise SettingError(
             f"{run.algorithm.name} has no variances; train hierarchical to see effects and intervals"
         )
-    return run.algorithm
+    fed = run.fed if run.refit == "none" else merged(run.fed, run.trained_on)
+    if not fed.all_begun(run.algorithm):  # a run that was loaded or refitted
+        fed.runtime.keep("model", run.personal)
+        fed.restore_begun(torch.ones(fed.n, dtype=torch.bool))
+        fed.enter_round(max(1, run.rounds), run.state)
+    return run.algorithm, fed

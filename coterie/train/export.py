@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie._core import files, systems
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
+from coterie.models.ensemble import Ensemble
 from coterie.train.export_lightgbm import to_lightgbm
 from coterie.train.export_onnx import to_onnx
 from coterie.train.export_torchscript import to_torchscript
@@ -24,6 +25,9 @@ SUFFIXES = {
     "csv": ".csv",
     "lightgbm": ".txt",
 }
+
+
+LINKS = {"regression": "identity", "binary": "logistic", "multiclass": "softmax", "survival": "log-hazard"}
 
 
 def export(
@@ -76,6 +80,16 @@ def _require_format(to: str) -> None:
 def write_model(one: ExportedModel, to: str, out: str | Path | None, beside: Path) -> Path:
     """Write a model in one of the formats of `export`; without `out` into the folder `exports` inside `beside`."""
     _require_format(to)
+    if isinstance(one.model, Ensemble) and to != "safetensors":
+        raise SettingError(
+            f"{to} holds one model, and this run deploys the weighted mean of {len(one.model.members)}: export it to "
+            f"safetensors, or deploy the best one alone ({one.model.best}): coterie fit ... --no-ensemble"
+        )
+    if one.task == "survival" and to not in ("csv", "safetensors"):
+        raise SettingError(
+            f"a survival model is a relative hazard and a baseline, which {to} files of Coterie do not hold; export "
+            "its coefficients to csv or safetensors, and take survival probabilities from `coterie predict`"
+        )
     name = systems.file_names([one.client])[0]
     path = beside / "exports" / f"{name}{SUFFIXES[to]}" if out is None else Path(out)
     if to == "safetensors":
@@ -110,7 +124,8 @@ def _to_csv(one: ExportedModel, path: Path) -> None:
     `intercept` always applies, `number` times the value (the value in `if_missing` where it is missing or not between
     `low` and `high`, if these are given), `missing` if the value is missing, `level` if the value is that text, `other`
     if it is a text that no line of its column names. For classes the scores go through the link named in `link`
-    (logistic: of the second class; softmax: of all); for a quantity the score is the prediction.
+    (logistic: of the second class; softmax: of all); for a quantity the score is the prediction, for survival
+    (log-hazard) the logarithm of the hazard, up to the client's baseline.
     """
     rows = coefficients(one)
 
@@ -148,9 +163,13 @@ def coefficients(one: ExportedModel) -> list[dict[str, Any]]:
         if module.linear.bias is None
         else module.linear.bias.detach().double()
     )
-    link = {"regression": "identity", "binary": "logistic", "multiclass": "softmax"}[one.task]
+    link = LINKS[one.task]
     outputs = one.classes[1:] if one.task == "binary" else one.classes
-    outputs = outputs or [str(k) for k in range(len(weight))] if one.task != "regression" else [""]
+    outputs = (
+        outputs or [str(k) for k in range(len(weight))]
+        if one.task not in ("regression", "survival")
+        else [""]
+    )
     unit = 1.0
     if one.preprocessor is not None and one.task == "regression":
         unit, bias = (

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from coterie._core import extras, files
+from coterie._core.errors import SettingError
 from coterie.data.preprocess import RAW, OneHot
 from coterie.models.predictor import LinearPredictor
 
@@ -163,6 +164,7 @@ class _Graph:
             2, *(shape if isinstance(shape, tuple) else (shape,)), dtype=self.one.weights.dtype
         )
         graph = compose.add_prefix_graph(_torch_graph(module, example), "network/")
+        _forget_sources(graph)
         self._name(features, graph.input[0].name)
         self.nodes.extend(graph.node)
         self.constants.extend(graph.initializer)
@@ -218,6 +220,16 @@ class _Graph:
         return name
 
 
+def _forget_sources(graph: Any) -> None:
+    """Clear what torch notes of the lines that made each node: paths of the machine that exports."""
+    for node in graph.node:
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _forget_sources(inner)
+
+
 def _torch_graph(module: torch.nn.Module, example: torch.Tensor) -> Any:
     """Return the graph that torch's exporter makes of the module, for any number of rows."""
     rows = torch.export.Dim(ROWS, min=1)
@@ -236,6 +248,11 @@ def _torch_graph(module: torch.nn.Module, example: torch.Tensor) -> Any:
                 dynamic_shapes=({0: rows},),
                 verbose=False,
             )
+    except torch.onnx.OnnxExporterError as problem:
+        reason = str(problem).strip().splitlines()[0]
+        raise SettingError(
+            f"torch cannot write this model as ONNX ({reason}). Use --to safetensors."
+        ) from None
     finally:
         loud.setLevel(before)
     assert program is not None

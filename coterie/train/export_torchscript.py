@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._core import files
+from coterie._core.errors import SettingError
 from coterie.data.preprocess import RAW
 
 if TYPE_CHECKING:
@@ -107,12 +111,39 @@ def to_torchscript(one: ExportedModel, path: Path) -> None:
     example = torch.zeros(2, *(shape if isinstance(shape, tuple) else (shape,)), dtype=one.weights.dtype)
     jit: Any = torch.jit  # torch gives its functions no types
     with _as_asked(), torch.no_grad():
-        predict = jit.trace(one.module(), example)
+        try:
+            predict = jit.trace(one.module(), example)
+        except RuntimeError as problem:
+            raise SettingError(
+                f"torch cannot write this model as TorchScript ({str(problem).splitlines()[0]}). "
+                "Use --to safetensors."
+            ) from None
         whole = FromFeatures(predict) if one.preprocessor is None else FromColumns(one, predict)
         scripted = jit.script(whole)
         note = {**one.note(), "numbers": one.numbers, "texts": one.texts}
         extra = {"coterie.json": json.dumps(note)}
-        files.write_with(path, lambda temporary: scripted.save(str(temporary), _extra_files=extra))
+        whole_file = io.BytesIO()
+        jit.save(scripted, whole_file, _extra_files=extra)
+    files.write_with(path, lambda temporary: _write_without_sources(whole_file, temporary, path.stem))
+
+
+def _write_without_sources(archive: io.BytesIO, path: Path, name: str) -> None:
+    """Copy an archive of torch without its debug records, which hold paths of the machine that exports.
+
+    As torch writes them, records lie in a folder with the name of the file and begin at multiples of 64 bytes.
+    """
+    with zipfile.ZipFile(archive) as old, open(path, "wb") as stream, zipfile.ZipFile(stream, "w") as new:
+        for record in old.infolist():
+            if record.filename.endswith(".debug_pkl"):
+                continue
+            place = name + record.filename[record.filename.index("/") :]
+            entry = zipfile.ZipInfo(place)
+            entry.compress_type = record.compress_type
+            gap = (
+                -(stream.tell() + 30 + len(place.encode()) + 4) % 64
+            )  # after a header of 30 bytes, name and mark
+            entry.extra = struct.pack("<2sH", b"FB", gap) + b"Z" * gap
+            new.writestr(entry, old.read(record))
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie._core.errors import Diverged, RunError, SettingError
+import torch
+
+from coterie._core.errors import Diverged, NotReopened, RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
@@ -19,8 +21,10 @@ from coterie.engine.worker_links import Crew
 from coterie.models.metrics import Metric, resolve
 from coterie.train import checkpoint, private
 from coterie.train import rounds as loop
+from coterie.train.blend import Blended, joined
 from coterie.train.checkpoint import Progress
 from coterie.train.folder import RunFolder
+from coterie.train.own_models import replaced
 from coterie.train.rounds import Watch
 from coterie.train.run import REFIT, Run, metric_plan
 from coterie.train.save import save_run
@@ -119,6 +123,7 @@ def fit(
     True
     """
     algorithm, given = make(algorithm) if isinstance(algorithm, str) else algorithm, fed
+    algorithm = algorithm.for_model(fed.model)
     if rounds < 0:
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
@@ -162,8 +167,10 @@ def fit(
             try:
                 loop.advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
                 run = loop.finish(fed, algorithm, progress, plan, started)
-            except Diverged:
-                if folder is not None:
+            except (Diverged, SettingError) as problem:  # to go on would end in the same way
+                if folder is not None and (
+                    isinstance(problem, Diverged) or not (folder.checkpoints / checkpoint.POINTER).exists()
+                ):
                     shutil.rmtree(folder.path, ignore_errors=True)
                 raise
         _complete(run, plan, folder)
@@ -218,6 +225,7 @@ def resume(
     fed: Federation | None = None,
     *,
     watch: Watch | None = None,
+    track: Tracker | None = None,
     anyway: bool = False,
     state_memory: float | None = None,
     workers: int | str | Crew | None = None,
@@ -232,6 +240,8 @@ def resume(
         The federation, where the run was not made from a table.
     watch
         Called with the round and the number of rounds after each round.
+    track
+        A tracker of your own; those of other dashboards cannot go on with a run.
     anyway
         Continue although threads, device, dtype or versions differ from those that the run recorded.
     state_memory
@@ -265,10 +275,8 @@ def resume(
         raise RunError(f"{path} holds adapted models; there is nothing to resume")
     with folder.reading():
         algorithm, plan = folder.algorithm(), folder.plan()
-        if "guarded" in plan:
-            raise RunError(
-                f"{path} is finished, and some clients kept models of another run; see coterie.load"
-            )
+        if "guarded" in plan or algorithm.name == Blended.name:
+            raise RunError(f"{path} is finished, and its models are of several runs; see coterie.load")
         given = folder.federation() if fed is None else fed
     how, exact = plan.get("workers") if workers is None else workers, plan.get("exact", False)
     started = time.perf_counter()
@@ -285,12 +293,18 @@ def resume(
             finished = folder.finished()
             if not finished:
                 folder.sweep()
+            if track is not None:
+                track.begin(fed, algorithm, plan)
+                track.scored(fed, progress.round, progress.history)
+                watch = _followed(track, fed, progress, watch)
             loop.advance(fed, algorithm, progress, plan, plan["rounds"], None if finished else folder, watch)
             run = loop.finish(fed, algorithm, progress, plan, started)
         _complete(run, plan, None if finished else folder)
         if spread is not given:
             come_home(run)
     run.folder = folder.path
+    if track is not None:
+        track.end(run)
     return run
 
 
@@ -310,8 +324,9 @@ def refit_plan(fed: Federation, which: str) -> dict[str, str]:
         raise SettingError(f"refit is {which!r}; it is {', '.join(map(repr, REFIT))}")
     if not any(fed.has_rows(split) for split in REFIT[which] if split != "train"):
         return {}
-    if not fed.runtime.capabilities.rows_visible:
-        raise SettingError("models of clients on other machines cannot be refitted yet; leave refit out")
+    able = fed.runtime.capabilities
+    if not able.rows_visible and not able.reopens:
+        raise SettingError("models of these clients cannot be refitted; leave refit out")
     return {"refit": which}
 
 
@@ -343,20 +358,40 @@ def refit(run: Run, which: str, target: float | None = None, rounds: int | None 
     """
     if not refit_plan(run.fed, which):
         return run
-    again = fit(
-        merged(run.fed, REFIT[which]),
+    if run.blend is not None:
+        for part in run.blend.parts:
+            refit(part, which)
+        joined(run)
+        return run
+    try:
+        again = _again(run, which, rounds, target)
+    except NotReopened as problem:
+        log.warning("the models stay those of training rows: %s", problem)
+        return run
+    personal = again.personal
+    if run.own is not None:
+        at = torch.tensor(run.own.clients)
+        personal = replaced(personal, run.own.clients, _again(run.own.alone, which).personal[at])
+    run.scored, run.personal, run.state, run.refit = run.personal, personal, again.state, which
+    run.seconds += again.seconds
+    run.refitted = again.fed if run.fed.models_stay else None
+    for entry, counts in again.fed.ledger.entries.items():
+        if entry.kind != "evaluate":
+            run.fed.ledger.entries[entry._replace(kind="refit")] = counts
+    return run
+
+
+def _again(run: Run, which: str, rounds: int | None = None, target: float | None = None) -> Run:
+    """Train the algorithm of a run on more of the rows."""
+    fed, reopens = run.fed, run.fed.runtime.capabilities.reopens
+    return fit(
+        fed.reopened(which) if reopens else merged(fed, REFIT[which]),
         run.algorithm,
         run.deployed_round if rounds is None else rounds,
         evaluate_every=0,
         score_test=False,
         target=target,
     )
-    run.scored, run.personal, run.state, run.refit = run.personal, again.personal, again.state, which
-    run.seconds += again.seconds
-    for entry, counts in again.fed.ledger.entries.items():
-        if entry.kind != "evaluate":
-            run.fed.ledger.entries[entry._replace(kind="refit")] = counts
-    return run
 
 
 def _complete(run: Run, plan: dict[str, Any], folder: RunFolder | None) -> None:

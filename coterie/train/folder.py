@@ -17,10 +17,12 @@ import torch
 import coterie
 from coterie._core import files
 from coterie._core.errors import RunError, SettingError
+from coterie._core.manifest import MANIFEST
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, description, from_description
+from coterie.train.blend import Blended
 
 RESULT = "result.json"
 
@@ -40,8 +42,11 @@ class RunFolder:
 
     @staticmethod
     def require_free(path: Path) -> None:
-        """Raise `RunError` if something exists there (a run is never overwritten) or nothing can be written."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        """Raise `RunError` if something exists there (a run is never overwritten) or nothing can be written.
+
+        What a run left that was killed before it had settings is nothing.
+        """
+        if path.exists() and (not path.is_dir() or not all(map(_is_remnant, path.iterdir()))):
             resume = f", or go on with `coterie resume {path}`" if _is_run(path) else ""
             raise RunError(f"{path} exists already. Choose another folder, or delete it{resume}.")
         files.require_writable(path / "config.toml")
@@ -140,7 +145,8 @@ class RunFolder:
     def algorithm(self) -> Algorithm:
         """Return the algorithm of the run."""
         settings = dict(self.config["algorithm"])
-        return make(settings.pop("name"), **settings)
+        name = settings.pop("name")
+        return Blended(**settings) if name == Blended.name else make(name, **settings)
 
     def plan(self) -> dict[str, Any]:
         """Return rounds and further arguments of `fit`."""
@@ -221,6 +227,12 @@ def _minor(version: str) -> list[int]:
 
 def _reason(problem: Exception) -> str:
     return f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+
+
+def _is_remnant(path: Path) -> bool:
+    """Return True for a file that `create` writes before config.toml, in a folder that has none."""
+    begun = path.name in ("environment.json", MANIFEST) or path.name.endswith(".tmp")
+    return begun and path.is_file() and not (path.parent / "config.toml").exists()
 
 
 def _is_run(path: Path) -> bool:

@@ -99,9 +99,9 @@ def mean_over_clients(value: Tensor) -> float:
 
 def interval(gain: Tensor) -> tuple[float | None, float | None]:
     """Return Student's 95 % interval of the mean gain over clients; None for a single client."""
-    from scipy.stats import t as student
+    from scipy.special import stdtrit
 
     if len(gain) < 2:
         return None, None
-    half = float(student.ppf(0.975, len(gain) - 1) * gain.std() / math.sqrt(len(gain)))
+    half = float(stdtrit(len(gain) - 1, 0.975) * gain.std() / math.sqrt(len(gain)))
     return float(gain.mean()) - half, float(gain.mean()) + half

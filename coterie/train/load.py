@@ -23,8 +23,8 @@ from coterie.train.folder import RESULT, RunFolder
 from coterie.train.history import History
 from coterie.train.predict import fitted_to
 from coterie.train.roster import Roster
-from coterie.train.run import Run
-from coterie.train.save import load_state
+from coterie.train.run import REFIT, Run
+from coterie.train.save import SCORED, load_state
 
 
 class RecordedFederation(Federation):
@@ -124,7 +124,8 @@ def _read(folder: RunFolder, model: Model | None) -> Run:
         fed.ledger.entries[entry] = [row[name] for name in COUNTS]
     place = {name: k for k, name in enumerate(roster.names)}
     fed.left_out = [(int(t), place[name], str(why)) for t, name, why in result["left_out"]]
-    traces = path / "traces.safetensors"
+    traces, before = path / "traces.safetensors", path / "models" / SCORED
+    seen = tuple(result.get("trained_on", ("train",)))
     further = [plan["metric"]] if "metric" in plan else []
     return Run(
         fed=fed,
@@ -143,6 +144,8 @@ def _read(folder: RunFolder, model: Model | None) -> Run:
         folder=path,
         metric=plan.get("metric"),
         further=tuple(find(name) for name in [*further, *plan.get("metrics", ())] if lookup(name)),
+        refit=next((which for which, splits in REFIT.items() if splits == seen), "none"),
+        scored=files.read_tensors(before)[0]["personal"] if before.exists() else None,
     )
 
 

@@ -48,6 +48,11 @@ def set_up(fed: Federation, algorithm: Algorithm, plan: Mapping[str, Any], secre
         raise SettingError(
             f"the statistics of the table have cost epsilon {epsilon:g}, and nothing is left of {promise.epsilon:g}"
         )
+    if promise.unit == "row" and fed.model.whole_clients:
+        raise SettingError(
+            "in survival data a row is in the losses of all rows at risk with it, so that rows cannot be protected one "
+            "by one; protect clients: --unit client"
+        )
     settings = replace(promise, epsilon=promise.epsilon - epsilon, delta=promise.delta - delta)
     if settings.unit == "client":
         fed.privacy, fed.noise = ClientPrivacy(settings, fed.n), Noise(secret)

@@ -66,6 +66,12 @@ def _targets(fed: Federation) -> dict[str, Any] | None:
     owner = torch.repeat_interleave(torch.arange(fed.n, device=rows.size.device), rows.size)
     if fed.model.task == "regression":
         return _moments(fed, rows.y.double(), owner, rows.size)
+    if fed.model.task == "survival":
+        happened = torch.zeros(fed.n, dtype=torch.float64, device=owner.device).index_add_(
+            0, owner, (rows.y > 0).double()
+        )
+        share = (happened / rows.size.clamp(min=1)).tolist()
+        return {"classes": ["censored", "event"], "shares": [[round(1 - s, 4), round(s, 4)] for s in share]}
     count = int(rows.y.max()) + 1
     names = [str(k) for k in range(max(2, count))]
     if fed.table is not None:

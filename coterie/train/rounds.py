@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coterie._core import broadcast
 from coterie._core.errors import NobodyAnswered, RunError
@@ -100,7 +101,7 @@ def _expected(algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) ->
 
 def _move(fed: Federation, algorithm: Algorithm, progress: Progress, until: int) -> None:
     """Run one round, or several up to `until` as far as the algorithm can compute them at once."""
-    t = progress.round + 1
+    t, progress.deployed = progress.round + 1, None
     if until > t:
         progress.state, progress.round = algorithm.fast_forward(fed, progress.state, progress.round, until)
         if progress.round >= t:
@@ -137,7 +138,7 @@ def finish(
     chosen = progress.best.personal if plan["select"] == "best" else None
     deployed_round = progress.best.round if chosen is not None else t
     state = progress.state if chosen is None or progress.best.state is None else progress.best.state
-    personal = fed.personal(algorithm, progress.state) if chosen is None else chosen
+    personal = deployed(fed, algorithm, progress) if chosen is None else chosen
     if "epsilon" not in plan:  # else the losses of training rows would leave without noise
         trained = fed.score(personal, "train", _further(plan))
         progress.history.add(deployed_round, "train", trained)
@@ -162,6 +163,13 @@ def finish(
     return run
 
 
+def deployed(fed: Federation, algorithm: Algorithm, progress: Progress) -> Tensor:
+    """Return the models that clients deploy after this round."""
+    if progress.deployed is None:
+        progress.deployed = fed.personal(algorithm, progress.state)
+    return progress.deployed
+
+
 def score_end(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict[str, Any]) -> None:
     """Score the models after the last round, unless that was done already."""
     t = progress.round
@@ -183,13 +191,14 @@ def _score(fed: Federation, algorithm: Algorithm, progress: Progress, plan: dict
         if not ends and "epsilon" not in plan:
             progress.history.add(t, "train", fed.evaluate(algorithm, progress.state, "train", _further(plan)))
         return
-    values = fed.evaluate(algorithm, progress.state, "validation", _further(plan))
+    scored = fed.deploy_and_evaluate(algorithm, progress.state, "validation", _further(plan))
+    values, progress.deployed = scored
     progress.history.add(t, "validation", values)
     judge = find(plan.get("metric", LOSS.name))
     loss = judge.cost(mean_over_clients(values[judge.name]))
     log.debug("round %d: validation %s %.6g", t, judge.name, mean_over_clients(values[judge.name]))
     if plan["select"] == "best" and loss < progress.best.loss:
-        progress.best = Best(t, loss, fed.personal(algorithm, progress.state), progress.state)
+        progress.best = Best(t, loss, deployed(fed, algorithm, progress), progress.state)
 
 
 def _further(plan: dict[str, Any]) -> list[Metric]:

@@ -18,13 +18,16 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models import fast
 from coterie.models.metrics import Metric, main_metric, resolve
+from coterie.train.blend import Blend
 from coterie.train.conformal import Conformal
 from coterie.train.effects import client_table, difference_tests, variance_table
 from coterie.train.export import write_model
 from coterie.train.exported_model import ExportedModel
 from coterie.train.folder import RunFolder
 from coterie.train.history import History
+from coterie.train.own_models import OwnModels
 from coterie.train.predict import Predictor
+from coterie.train.row_intervals import RowIntervals
 from coterie.train.save import save_run
 
 if TYPE_CHECKING:
@@ -74,10 +77,16 @@ class Run:
         Metrics recorded beside the loss and the main one.
     refit : str
         'validation' or 'all' if the deployed models were trained again on those rows too, else 'none'.
+    refitted : Federation or None
+        Where the refitted models are, if models stay with the clients.
     scored : Tensor or None
         The models before they were refitted, which all scores are about; None if they were not.
     test_rows : dict of Tensor
         Value of every test row [rows], client after client, in metrics that are means over rows.
+    own : OwnModels or None
+        Clients that a guard let keep the model that they trained alone; None if there was no need.
+    blend : Blend or None
+        The runs whose weighted mean this one is, if it is an ensemble that was made in this process.
 
     Examples
     --------
@@ -103,8 +112,11 @@ class Run:
     metric: str | None = None
     further: tuple[Metric, ...] = ()
     refit: str = "none"
+    refitted: Federation | None = field(default=None, repr=False)
     scored: Tensor | None = field(default=None, repr=False)
     test_rows: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    own: OwnModels | None = field(default=None, repr=False)
+    blend: Blend | None = field(default=None, repr=False)
 
     @property
     def trained_on(self) -> tuple[str, ...]:
@@ -194,6 +206,11 @@ class Run:
             raise SettingError(f"no split {split!r}; it is 'train', 'validation' or 'test'")
         if not self.fed.has_rows(split):
             raise SettingError(f"no client of this run has {split} rows")
+        if self.scored is None and split in self.trained_on and split != "train":
+            raise SettingError(
+                f"the models of this run were trained on the {split} rows too, and those from before are not in "
+                "its folder; only what was recorded is known"
+            )
         return broadcast.to(self.personal if self.scored is None else self.scored, self.fed.device)
 
     def score_test(self) -> dict[str, Tensor]:
@@ -202,6 +219,8 @@ class Run:
         scores = self.fed.score(models, "test", self.further)
         self.history.add(self.deployed_round, "test", scores)
         self.test_rows = self.fed.row_values(models, "test", self.further)
+        if self.own is not None:
+            self.own.test_rows = self.fed.row_values(self.own.without(models), "test", self.further)
         return {name: value.cpu() for name, value in scores.items()}
 
     def traffic(self) -> tuple[float, float]:
@@ -274,6 +293,21 @@ class Run:
         """Return p-values of "clients differ" and "clusters differ" by likelihood ratio (`hierarchical` only)."""
         return difference_tests(self)
 
+    def intervals(self, level: float = 0.9) -> RowIntervals:
+        """Return predictions with the intervals of the model itself (`hierarchical` only).
+
+        Parameters
+        ----------
+        level
+            Coverage.
+
+        Returns
+        -------
+        RowIntervals
+            Call its `predict` with a table, or `rows` with encoded features.
+        """
+        return RowIntervals.of(self, level)
+
     def conformal(self, level: float = 0.9, split: str = "validation") -> Conformal:
         """Return predictions with intervals, or sets of classes, that are right with this probability.
 
@@ -291,9 +325,9 @@ class Run:
         """
         return Conformal.of(self, level, split)
 
-    def predict(self, table: Any) -> polars.DataFrame:
+    def predict(self, table: Any, times: Sequence[float] | None = None) -> polars.DataFrame:
         """Predict the rows of a table, each with its client's model; see `Predictor`."""
-        return Predictor.of(self)(table)
+        return Predictor.of(self)(table, times)
 
     def save(self, folder: str | Path) -> Path:
         """Write the run into a folder, from which `coterie.load` returns it.

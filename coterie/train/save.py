@@ -12,6 +12,8 @@ from coterie._core import files
 from coterie.engine.state import State
 from coterie.models.description import description
 from coterie.train import private
+from coterie.train.baseline import Baseline
+from coterie.train.drift import Drift
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.predictions import Predictions
 from coterie.train.roster import Roster
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from coterie.train.run import Run
 
 TEST_ROWS = "test_rows.parquet"
+SCORED = "scored.safetensors"  # models before refitting, which scores are about
 
 
 def save_run(folder: RunFolder, run: Run) -> None:
@@ -31,6 +34,9 @@ def save_run(folder: RunFolder, run: Run) -> None:
     save_state(folder.path, run.state)
     Roster.of(run.fed).save(folder.path)
     Predictions.save_those_of(run, folder.path)
+    drift = Drift.of(run)
+    if drift is not None:
+        drift.save(folder.path)
     if run.fed.promised is None:  # they are computed from training rows, without noise
         save_errors(run, folder.path)
     traces = run.history.traces(run.fed.n)
@@ -53,6 +59,8 @@ def save_run(folder: RunFolder, run: Run) -> None:
         "seconds": round(run.seconds, 3),
         "trained_on": list(run.trained_on),
     }
+    if run.own is not None:
+        result["guard"] = {"clients": [run.fed.names[k] for k in run.own.clients], **run.own.effect}
     files.seal(folder.path, RESULT, files.as_json(result))
 
 
@@ -77,7 +85,13 @@ def save_models(folder: Path, run: Run) -> None:
             return
         names, personal = [], torch.empty(0, run.fed.d, dtype=run.fed.dtype)
     files.write_tensors(folder / "models.safetensors", {"personal": personal, "common": run.common()})
+    if run.scored is not None and not run.fed.models_stay:
+        files.write_tensors(folder / SCORED, {"personal": run.scored})
     table = run.fed.table
+    for scored in (False, True):
+        baseline = Baseline.of(run, scored=scored)
+        if baseline is not None:
+            baseline.save(folder, scored)
     files.write_json(
         folder / "model.json",
         {

@@ -127,11 +127,18 @@ class MlFlow:
 
         self._mlflow: Any = mlflow
         self._out = out
+        if mlflow.active_run() is None:  # here, so that nothing is written where MLflow refuses
+            try:
+                mlflow.set_experiment("coterie")
+            except mlflow.exceptions.MlflowException as problem:
+                where = mlflow.get_tracking_uri()
+                raise SettingError(
+                    f"MLflow cannot write to {where} (MLFLOW_TRACKING_URI): {problem}"
+                ) from None
 
     def begin(self, fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> None:
         """Start a run and log its parameters."""
         if self._mlflow.active_run() is None:
-            self._mlflow.set_experiment("coterie")
             self._mlflow.start_run(run_name=self._out.name if self._out else algorithm.name)
         settings = {"algorithm": algorithm.name, **algorithm.settings(), **plan}
         self._mlflow.log_params({**settings, "clients": fed.n, "parameters": fed.d, "seed": fed.seed})

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from coterie._core import files
 from coterie.models.glm import Glm
+from coterie.models.predictor import LinearPredictor
+from coterie.models.survival import Cox
 from coterie.train.exported_model import ExportedModel
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ def standard_errors(model: Glm, x: Tensor, y: Tensor, weights: Tensor, of: Tenso
     count = len(y)
     if count == 0:
         return torch.full((model.d if of is None else len(of),), torch.nan, dtype=torch.float64)
+    if isinstance(model, Cox):
+        return _errors_of(_stratum_information(model, x, y, weights), of)
     x, y, weights = x.double(), y.double() if y.is_floating_point() else y, weights.double()
     weight = torch.full((count,), 1.0 / count, dtype=weights.dtype)
     information = count * model.hessian(weights, x, y, weight)
@@ -85,21 +89,44 @@ def standard_errors(model: Glm, x: Tensor, y: Tensor, weights: Tensor, of: Tenso
     if model.task == "regression":
         residual = model.scores(weights, x).squeeze(-1) - y
         scale = float(residual.square().sum()) / (count - model.d) if count > model.d else torch.nan
+    return _errors_of(information, of, scale)
+
+
+def _stratum_information(model: Cox, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """Return the information of the rows of one client, which are one stratum, [d, d]."""
+    size = max(1, len(y))
+    weight = torch.full((len(y),), 1.0 / size, dtype=torch.float64)
+    return size / model.scale * model.hessian(weights.double(), x.double(), y.double(), weight)
+
+
+def _errors_of(information: Tensor, of: Tensor | None, scale: float = 1.0) -> Tensor:
+    """Return standard errors from the Fisher information."""
     inverse, failed = torch.linalg.inv_ex(information)
     variance = scale * (inverse.diagonal() if of is None else ((of @ inverse) * of).sum(-1))
     return torch.where((variance > 0) & (failed == 0), variance, torch.nan).sqrt()
 
 
 def save_errors(run: Run, folder: Path) -> None:
-    """Write the errors of the common model over all rows and of every client's over its own, for linear models."""
+    """Write the errors of the common model over all rows and of every client's over its own, for linear models.
+
+    Models of counts and amounts have none, and neither have models that weigh classes, whose information is not that
+    of a likelihood.
+    """
     fed, model = run.fed, run.fed.model
     visible = not fed.models_stay and fed.runtime.capabilities.rows_visible
-    if not isinstance(model, Glm) or not visible or fed.d > MOST_COLUMNS:
+    if not isinstance(model, Glm) or model.basis is not None or not visible or fed.d > MOST_COLUMNS:
         return
     preprocessor = None if fed.table is None else fed.table.preprocessor
-    of = contrasts(ExportedModel.of(model, run.common(), None, preprocessor))
+    one = ExportedModel.of(model, run.common(), None, preprocessor)
+    if model.class_weights is not None or not isinstance(one.module(), LinearPredictor):
+        return
+    of = contrasts(one)
     rows = fed.runtime.rows("train").to("cpu")
-    errors = {"common": standard_errors(model, rows.x, rows.y, run.common(), of)}
+    if isinstance(model, Cox):
+        strata = [_stratum_information(model, *rows.of(k), run.common()) for k in range(fed.n)]
+        errors = {"common": _errors_of(torch.stack(strata).sum(0), of)}
+    else:
+        errors = {"common": standard_errors(model, rows.x, rows.y, run.common(), of)}
     if fed.n * fed.d**3 <= MOST_WORK:
         own = [standard_errors(model, *rows.of(k), run.personal[k], of) for k in range(fed.n)]
         errors["personal"] = torch.stack(own)

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from coterie._core import systems
 from coterie._core.errors import SettingError
 from coterie.algorithms import make
 from coterie.engine.shard_worker import MakeAlgorithm, ShardWorker
@@ -44,9 +45,15 @@ def serve_process(rank: int, make_algorithm: MakeAlgorithm = make, **own: Any) -
     serve(ShardWorker(make_algorithm, card=rank, **own), ProcessLink(SERVER))
 
 
+def open_store(host: str, count: int, port: int = 0) -> TCPStore:
+    """Return the store where `count` processes find each other; without a port it is opened here, for the others."""
+    new = port == 0
+    return TCPStore(host, port, count, is_master=new, wait_for_workers=not new, use_libuv=systems.has_libuv())
+
+
 def serve_rank(rank: int, count: int, host: str, port: int) -> None:
     """Join the server at this address and serve it."""
-    store = TCPStore(host, port, count, is_master=False)
+    store = open_store(host, count, port)
     store.add("ready", 1)
     with process_group(rank, count, store=store):
         serve_process(rank)

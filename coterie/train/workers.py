@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coterie._core import extras
 from coterie._core.errors import CoterieError, SettingError
@@ -30,7 +29,7 @@ from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.shard_worker import MakeAlgorithm, ShardWorker
 from coterie.engine.sharded_runtime import ShardedRuntime
 from coterie.engine.worker_links import Crew, ProcessLink, WorkerLost
-from coterie.train.worker import SERVER, process_group, serve_process, serve_rank
+from coterie.train.worker import SERVER, open_store, process_group, serve_process, serve_rank
 
 if TYPE_CHECKING:
     from coterie.train.run import Run
@@ -232,7 +231,7 @@ def _local(count: int, exact: bool) -> Iterator[Crew]:
     processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         if count > 1:
-            store = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+            store = open_store("127.0.0.1", count)
             path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
             environment = {**os.environ, "PYTHONPATH": path, IS_WORKER: "1", **_loopback_only()}
             for rank in range(1, count):
@@ -328,7 +327,7 @@ def _ray(text: str, exact: bool) -> Iterator[Crew]:
             )
             stack.callback(ray.shutdown)
         host = ray.util.get_node_ip_address()
-        store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
+        store = open_store(host, count)
         task = ray.remote(num_cpus=1, max_retries=0)(serve_rank)
         tasks = [task.remote(rank, count, host, store.port) for rank in range(1, count)]
         until = time.monotonic() + BEGINS
