@@ -186,6 +186,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     """Turn the findings of the survey into advice."""
     lam_shared, best_shared = held_out.lowest(found.curve[:, 0], found.lam)
     lam_alone, best_alone = held_out.lowest(found.curve[:, 1], found.lam)
+    lam_alone = lam_alone.clamp(max=_largest(found.lam))
     errors = torch.stack(
         [found.curve[:, 1, 0], best_alone, found.curve[:, 0, -1], found.curve[:, 0, 0], best_shared], 1
     )
@@ -299,7 +300,14 @@ def _for_everybody(mean: Tensor, found: Findings, share: bool) -> tuple[str, flo
     lam, _ = held_out.lowest(curve, found.lam)
     if lam == 0:
         return ("ftfa" if share else "local"), None
-    return (method, float(lam)) if math.isfinite(lam) else ("fedavg", None)
+    if share and math.isinf(lam):
+        return "fedavg", None
+    return method, min(float(lam), _largest(found.lam))
+
+
+def _largest(lam: Tensor) -> float:
+    """Return the largest finite penalty: a model of one's own that is pulled to zero without end is no method."""
+    return float(lam[lam.isfinite()].max())
 
 
 def _reasons(

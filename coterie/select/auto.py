@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,23 +18,31 @@ from coterie.algorithms.hierarchical import LARGEST, Hierarchical
 from coterie.algorithms.trees import BoostedTrees
 from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
+from coterie.models.linear import Linear
 from coterie.models.metrics import Metric, resolve
+from coterie.models.objectives import COUNTS
+from coterie.models.table_models import table_model
 from coterie.models.trees import Trees
 from coterie.select.advice import Advice, algorithm
 from coterie.select.advise import advise
-from coterie.select.auto_explain import guard_sentence, reasons
-from coterie.select.auto_guard import keep_own, who_keeps_its_own
-from coterie.select.auto_race import Entrant, Race, Watch, cost, every
-from coterie.select.cross_validation import can_fold
+from coterie.select.auto_ensemble import Mixture, find_mixture
+from coterie.select.auto_explain import reasons
+from coterie.select.auto_guard import who_keeps_its_own
+from coterie.select.auto_networks import NETWORK, TASKS, on_network, with_network
+from coterie.select.auto_race import Race, Watch, cost, every
+from coterie.select.cross_validation import can_fold, few_rows
+from coterie.select.entrant import Entrant
 from coterie.select.grid import candidates, trained_by
+from coterie.select.guard import kept_sentence, tell_effect
+from coterie.select.race_journal import Journal
 from coterie.train.fit import refit as train_again
 from coterie.train.fit import refit_plan
 from coterie.train.folder import RunFolder
+from coterie.train.own_models import keep_own
 from coterie.train.run import Run, metric_plan
 from coterie.train.save import save_run
 
-EFFORT = 24.0  # rounds of the whole race, in units of the rounds of one run
-HEATS_SHARE = 0.5  # of the effort; the rest is for the check of the finalists
+EFFORT = 12.0  # rounds of the race on a division of the rows, in units of the rounds of one run
 PILOTS = ("local", "fedavg")  # the methods that step sizes are settled with
 STEPS_SHARE = 5  # each of them gets one place in so many
 CROWD = 6  # clients from which groups among them are worth looking for
@@ -43,6 +52,10 @@ TREES, SLOWEST, FASTEST, TREES_PATH = (
     0.3,
     10,
 )  # at most; learning rates, and their sum over all trees
+CURVES = "splines"
+CURVES_WORK = (
+    1e9  # largest rows x parameters^2 for which splines race: their second derivatives are summed up
+)
 PAIRS_ELEMENTS = 1 << 24  # largest clients x parameters for which pairs are compared
 
 
@@ -62,8 +75,10 @@ class Choice:
         Every entrant of the race with its settings, rounds and validation score.
     advice
         What the advisor said first; None where it has nothing to say about the model.
-    own
-        Clients that keep the model of training alone, and the run that it is from.
+    together
+        Whether the deployed round is the best one of all divisions of the rows together.
+    mixture
+        The weighted mean of finalists that is deployed, or None if one method is.
     """
 
     run: Run
@@ -71,7 +86,15 @@ class Choice:
     why: list[str]
     rows: list[dict[str, Any]] = field(repr=False)
     advice: Advice | None = field(default=None, repr=False)
-    own: tuple[list[int], Run | None] = field(default=([], None), repr=False)
+    together: bool = False
+    mixture: Mixture | None = field(default=None, repr=False)
+
+    @property
+    def guarded(self) -> list[int]:
+        """Clients that keep the model they trained alone."""
+        if self.mixture is not None:
+            return self.mixture.own
+        return [] if self.run.own is None else self.run.own.clients
 
     def text(self) -> str:
         """Return the reasons as text."""
@@ -84,7 +107,8 @@ class Choice:
             "settings": self.run.algorithm.settings(),
             "sure": self.sure,
             "why": self.why,
-            "own_models": [self.run.fed.names[k] for k in self.own[0]],
+            "own_models": [self.run.fed.names[k] for k in self.guarded],
+            "ensemble": None if self.mixture is None else self.mixture.json(),
             "race": self.rows,
             "advice": None if self.advice is None else self.advice.json(),
         }
@@ -107,6 +131,9 @@ def choose(
     watch: Watch | None = None,
     metric: str | Metric | None = None,
     guard: bool = True,
+    ensemble: bool = True,
+    cross_fit: bool = True,
+    journal: Path | None = None,
 ) -> Choice:
     """Choose the method and settings with the lowest loss on rows held out, by a race under a stated budget.
 
@@ -119,7 +146,7 @@ def choose(
     methods
         Names of the methods that race; those that suit the federation if not given.
     effort
-        Rounds that the race spends at most, in units of `rounds`.
+        Rounds that the race spends at most on a division of the rows, in units of `rounds`.
     budget_mb
         Megabytes after which the race is cut short; no limit if not given.
     watch
@@ -129,6 +156,12 @@ def choose(
     guard
         Let clients keep the model of training alone if rows held out speak against the winner with a probability of
         at least 0.8.
+    ensemble
+        Deploy a weighted mean of finalists where it lowers the loss on rows held out by half a percent or more.
+    cross_fit
+        Hold all rows but the test rows out in turn where validation rows are few; each entrant then trains four times.
+    journal
+        Folder in which the race notes where it is: an interrupted one goes on from there.
 
     Returns
     -------
@@ -154,20 +187,32 @@ def choose(
     advice = _advice(fed)
     trees = _trees(fed, methods, rounds)
     others = {trees[0].name: trained_by(trees, fed, rounds)} if trees else {}
-    race = Race(fed, rounds, effort * rounds, budget_mb, watch, metric, others)
+    curves = _curves(fed, methods)
+    if curves is not None:
+        others[CURVES] = curves
+    beside = {} if curves is None else {CURVES: _on_curves(curves)}
+    network = with_network(fed, methods)
+    if network is not None:
+        others[NETWORK], beside[NETWORK] = network, on_network()
+    asked = (rounds, effort, budget_mb, metric, methods, cross_fit)
+    noted = None if journal is None else Journal.of(journal, fed, *asked)
+    race = Race(fed, rounds, effort, budget_mb, watch, metric, others, cross_fit, noted)
     field_ = Field.of(fed, methods, advice, effort, rounds, trees)
-    winner = race.run(field_.first, field_.more)
+    winner = race.run(field_.first, field_.more, beside)
     assert winner.running is not None
-    why, sure = reasons(race, winner, advice)
-    choice = Choice(winner.running.finish(), sure, why, race.rows(winner), advice)
+    mixture = find_mixture(race, winner, guard) if ensemble else None
+    why, sure = reasons(race, winner, advice, mixture)
+    if mixture is not None:
+        run = mixture.run(fed, winner)
+        return Choice(run, sure, why, race.rows(winner), advice, mixture=mixture)
+    together = len(race.feds) > 1
+    choice = Choice(winner.running.finish(), sure, why, race.rows(winner), advice, together)
     clients = who_keeps_its_own(race, winner) if guard else []
     if clients:
         alone = race.alone()
         assert alone is not None and alone.running is not None
-        kept = alone.running.finish()
-        choice.own = clients, kept
-        keep_own(choice.run, kept, clients)
-        why.append(guard_sentence([fed.names[k] for k in clients], fed.n))
+        keep_own(choice.run, alone.running.finish(), clients)
+        why.append(kept_sentence([fed.names[k] for k in clients], fed.n, winner.algorithm.name))
     return choice
 
 
@@ -191,28 +236,34 @@ def fit_chosen(
     further = [resolve(metric, fed.model.task) for metric in metrics]
     if out is not None:
         RunFolder.require_free(Path(out))
+        options["journal"] = journal = journal_of(Path(out))
     report = None if watch is None else (lambda what, done, total: watch(done, total))
     choice = choose(fed, rounds, watch=report, **options)
     run = choice.run
     run.further = tuple(dict.fromkeys([*run.further, *further]))
     if score_test and fed.has_rows("test"):
         run.score_test()
+        tell_effect(run)
     train_again(run, refit)
-    clients, alone = choice.own
-    if alone is not None and run.refit != "none":
-        keep_own(run, train_again(alone, refit), clients)
     if out is not None:
         save(choice, Path(out))
+        shutil.rmtree(journal, ignore_errors=True)
     return ChosenRun(**vars(run), choice=choice)
+
+
+def journal_of(out: Path) -> Path:
+    """Return where the race for a run folder notes how far it is, until the folder is written."""
+    return out.with_name(f"{out.name}.race")
 
 
 def save(choice: Choice, out: Path) -> None:
     """Write the winner's run folder, and why it won."""
     run = choice.run
-    plan: dict[str, Any] = {"rounds": run.rounds, "evaluate_every": every(run.rounds), "select": "best"}
+    rounds, select = (run.deployed_round, "last") if choice.together else (run.rounds, "best")
+    plan: dict[str, Any] = {"rounds": rounds, "evaluate_every": every(run.rounds), "select": select}
     plan |= {"score_test": True, "checkpoint_every": 0, **metric_plan(run.metric, run.further)}
     plan |= refit_plan(run.fed, run.refit)
-    if choice.own[0]:
+    if run.own is not None:
         plan["guarded"] = True
     folder = RunFolder.create(out, run.fed, run.algorithm, plan)
     files.write_json(out / "choice.json", choice.json())
@@ -257,7 +308,8 @@ class Field:
         known = [*trees, *([] if methods is not None else _estimated(fed))]
         advised = [] if methods is not None or advice is None else _advised(fed, advice)
         kinds, places = len({"local", *names, *(algorithm.name for algorithm in [*known, *advised])}), 2
-        while cost(places + 1, kinds, rounds) <= HEATS_SHARE * effort * rounds:
+        kinds += max(0, len(trees) - 1)  # all of them may stay
+        while cost(places + 1, kinds, rounds) <= effort * rounds:
             places += 1
         others = [name for name in names if name not in PILOTS]
         alone = [algorithm for algorithm in advised if algorithm.name in PILOTS]
@@ -314,13 +366,34 @@ def _trees(fed: Federation, methods: Sequence[str] | None, rounds: int) -> list[
     """Return settings of trees, which race beside linear models where the rows of a table are at hand."""
     if BoostedTrees.name not in methods if methods is not None else not isinstance(fed.model, Glm):
         return []
-    if fed.origin is None or not can_fold(fed):
+    losses = not fed.model.target_in_units or getattr(fed.model, "name", "") in COUNTS
+    if fed.origin is None or not can_fold(fed) or not losses:
         return []
     each = max(1, TREES // rounds)
     rate = min(FASTEST, max(SLOWEST, TREES_PATH / (each * rounds)))
     usual = BoostedTrees(lr=rate, leaves=8, per_round=each)
     apart = usual.replace(profile=True)
-    return [usual, apart, apart.replace(leaves=16), usual.replace(leaves=4, least=10.0)]
+    small = usual.replace(leaves=4, least=10.0)
+    large = apart.replace(leaves=16)
+    return [apart, large, small] if few_rows(fed) else [usual, apart, large, small]
+
+
+def _curves(fed: Federation, methods: Sequence[str] | None) -> Federation | None:
+    """Return the federation with splines in place of a linear model, where hierarchical models can be fitted to it."""
+    if methods is not None or fed.origin is None or not can_fold(fed) or not isinstance(fed.model, Glm):
+        return None
+    task = TASKS.get(fed.model.name)
+    if task is None or fed.model.basis is not None:
+        return None
+    found = fed.with_model(table_model(CURVES, task))
+    work = int(found.rows["train"].sum()) * found.d**2
+    return found if found.d > fed.d and found.d <= LARGEST and work <= CURVES_WORK else None
+
+
+def _on_curves(fed: Federation) -> list[Algorithm]:
+    """Return settings of hierarchical models on splines: slopes that differ are worth their time for numbers only."""
+    found = _estimated(fed)
+    return found if isinstance(fed.model, Linear) else found[-1:]
 
 
 def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from coterie.algorithms import Algorithm
 from coterie.select.advice import Advice
-from coterie.select.auto_race import Entrant, Race, clearly
+from coterie.select.auto_ensemble import Mixture
+from coterie.select.auto_race import Race, clearly
+from coterie.select.entrant import Entrant
+from coterie.select.guard import kept_sentence
 
 
-def reasons(race: Race, winner: Entrant, advice: Advice | None) -> tuple[list[str], bool]:
-    """Say why the winner won; return the sentences and whether its gain over training alone is more than chance."""
+def reasons(
+    race: Race, winner: Entrant, advice: Advice | None, mixture: Mixture | None = None
+) -> tuple[list[str], bool]:
+    """Say why the winner won; return the sentences and whether its gain over training alone is more than chance.
+
+    With a mixture, the gain is that of the weighted mean.
+    """
     lines = [] if advice is None else [f"Theory first: {advice.verdict()}"]
-    methods = dict.fromkeys(entrant.algorithm.name for entrant in race.everybody)
+    methods = dict.fromkeys(entrant.title for entrant in race.everybody)
     lines.append(
         f"Then a race on validation rows: {len(race.everybody)} settings of {len(methods)} methods "
         f"({', '.join(methods)}), {race.spent()} rounds and {race.megabytes():.3g} MB for all of them together."
     )
     lines += [f"Could not take part: {problem}" for problem in race.refused]
-    judged = [entrant for entrant in race.finalists if len(entrant.checks) == race.checks]
-    if race.checks:
+    if len(race.feds) > 1:
         lines.append(
-            f"{len(judged)} finalists were too close to tell: they trained again on {race.checks} further splits of "
-            "the training and validation rows, and what follows is from those."
+            f"Validation rows are few: everybody trained {len(race.feds)} times, so that every row that is not a test "
+            "row was held out once."
         )
     metric, judge = race.metric, race.judge
     alone = race.alone()
-    checks = race.checks if alone is None else min(race.checks, len(alone.checks))
-    mean = float(winner.validation(metric.name, checks).nanmean())
-    said = f"Chosen: {_described(winner.algorithm)}, validation {metric.name} {mean:.3g}"
-    best = min(judged, key=Entrant.held_out_cost)
+    mean = float(winner.validation(metric.name).nanmean())
+    on = f" on {winner.on}" if winner.title != winner.algorithm.name else ""
+    said = f"Chosen: {_described(winner.algorithm)}{on}, validation {metric.name} {mean:.3g}"
+    best = min(race.finalists, key=Entrant.held_out_cost)
     if best is not winner:
         lines.append(
             f"{best.algorithm.name} is as good as one can tell ({judge.name} {best.held_out():.4g} against "
@@ -35,23 +42,30 @@ def reasons(race: Race, winner: Entrant, advice: Advice | None) -> tuple[list[st
         )
     if advice is not None and advice.algorithm(race.fed).name != winner.algorithm.name:
         lines.append(_differs(advice, winner))
+    if mixture is not None:
+        lines += [f"{said} is the best alone.", mixture_sentence(mixture, race)]
+        if mixture.own:
+            lines.append(kept_sentence([race.fed.names[k] for k in mixture.own], race.fed.n, "the ensemble"))
+        if mixture.verdict is None:
+            return lines, False
+        return [*lines, mixture.verdict.sentence("ensemble", "training alone")], mixture.verdict.sign > 0
     if winner.algorithm.name == "local" or alone is None:
         others = [e for e in race.finalists if e.algorithm.name != "local" and e.scores]
         return [*lines, f"{said}: every client trains alone."], all(clearly(winner, e) for e in others)
     verdict = race.verdict(winner, alone)
-    lines.append(
-        f"{said} against {float(alone.validation(metric.name, checks).nanmean()):.3g} for training alone."
-    )
+    lines.append(f"{said} against {float(alone.validation(metric.name).nanmean()):.3g} for training alone.")
     lines.append(verdict.sentence(winner.algorithm.name, "training alone"))
     return lines, verdict.sign > 0
 
 
-def guard_sentence(names: list[str], clients: int) -> str:
-    """Say who keeps a model of its own."""
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def mixture_sentence(mixture: Mixture, race: Race) -> str:
+    """Say what is averaged, and what that saves."""
+    pairs = zip(mixture.members, mixture.shared.tolist(), strict=True)
+    told = " + ".join(f"{share:.2f} {one.title}" for one, share in pairs if share)
+    tilted = ", tilted by how well each does on a client's own rows" if mixture.personal else ""
     return (
-        f"{len(names)} of {clients} clients ({shown}) keep the model that they trained alone, because rows held out "
-        "speak against the other one for them."
+        f"Deployed: the weighted mean {told}{tilted}; on {race.held_out_name} its loss is {mixture.loss:.4g} against "
+        f"{mixture.best_loss:.4g} for the best alone (--no-ensemble deploys that one)."
     )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from coterie.select.auto_race import Entrant, Race
-from coterie.theory.verdicts import guarded
-from coterie.train.run import Run
+from coterie.select.auto_race import Race
+from coterie.select.entrant import Entrant
+from coterie.select.guard import harmed
 
 
 def who_keeps_its_own(race: Race, winner: Entrant) -> list[int]:
@@ -15,19 +13,8 @@ def who_keeps_its_own(race: Race, winner: Entrant) -> list[int]:
     Nobody, if training alone won or trains another kind of model than the winner, or if rows are elsewhere.
     """
     alone = race.alone()
-    if alone is None or alone.running is None or "local" in (winner.algorithm.name, *race.others):
+    if alone is None or alone.running is None or winner.title == "local":
         return []
-    if winner.algorithm.name in race.others or not race.fed.runtime.capabilities.rows_visible:
+    if winner.on or not race.fed.runtime.capabilities.rows_visible:
         return []
-    return [int(k) for k in guarded(race.verdict(winner, alone).judged).nonzero()[0]]
-
-
-def keep_own(run: Run, alone: Run, clients: list[int]) -> None:
-    """Give clients of a run the models, and the scores, that they have in the other run."""
-    at = torch.tensor(clients)
-    run.personal = run.personal.clone().index_copy(0, at, alone.personal[at].to(run.personal))
-    blocks = run.history.blocks
-    for k, (t, split, metric, value) in enumerate(blocks):
-        other = alone.history.at(alone.deployed_round, split, metric)
-        if t == run.deployed_round and split != "server" and other is not None:
-            blocks[k] = t, split, metric, value.index_copy(0, at, other[at])
+    return harmed(race.verdict(winner, alone))

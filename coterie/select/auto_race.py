@@ -1,10 +1,9 @@
-"""The race behind `auto`: heats of successive halving, then a check of the finalists on further splits.
+"""The race behind `auto`: heats of successive halving on rows held out.
 
 Heats of a ninth and a third of the rounds thin the field by three each (Jamieson and Talwalkar, 2016); the finalists
 train to the end. The field may come in two parts, the second one chosen by what the first one's first heat showed.
-Those that validation rows cannot tell from the leader are trained again on further splits of the rows that are not
-test rows, each to the round it was best at. These splits decide by loss, and a draw by simplicity: settings and rounds
-were chosen on the first one, which flatters methods with many of them.
+Where validation rows are few, everybody trains on several divisions of the rows that are not test rows, so that each
+of these rows is held out once; then choice and verdict come from cross-fitting.
 """
 
 from __future__ import annotations
@@ -12,31 +11,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from coterie._core.errors import CoterieError, SettingError
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, main_metric, resolve
-from coterie.select.cross_validation import can_fold, folds
+from coterie.select.auto_networks import NETWORK
+from coterie.select.cross_validation import in_turn
+from coterie.select.entrant import SOLVED, Entrant
+from coterie.select.race_journal import Journal, Stage
 from coterie.select.verdict import Verdict, row_metric
-from coterie.train.contestant import Contestant
-from coterie.train.history import interval, mean_over_clients
+from coterie.train.history import interval
 
 THIN = 3  # each heat keeps one in so many
 HEATS = 3
-FOLDS = 3  # further splits on which finalists are checked
 SETTINGS = 2  # finalists of one method at most
 DRAW = 0.002  # a method must beat a simpler one by this share of its loss
 OWN_MODEL = 0.01  # one that trains a model of its own must beat those that train the given one by this share
 SIMPLEST = ("local", "fedavg", "fine-tuned", "rtfa", "ftfa", "ditto")
 
 Watch = Callable[[str, int, int], None]
-More = Callable[["list[Entrant]"], list[Algorithm]]
+More = Callable[[list[Entrant]], list[Algorithm]]
 
 
 def every(rounds: int) -> int:
@@ -63,75 +61,12 @@ def cost(places: int, methods: int, rounds: int) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class HeldOutRows:
-    """The value of every row held out [rows], and the client of each."""
-
-    client: Tensor
-    values: dict[str, Tensor]
-
-
-@dataclass
-class Entrant:
-    """A method at some settings in the race; once out, only its numbers are left."""
-
-    algorithm: Algorithm
-    running: Contestant | None = None
-    rounds: int = 0
-    checked_rounds: int = 0
-    cost: float = math.inf  # the lowest mean validation loss, or cost of another judge
-    best_round: int = 0
-    megabytes: float = 0.0
-    scores: dict[str, Tensor] = field(default_factory=dict, repr=False)  # validation metrics [n], best round
-    checks: list[dict[str, Tensor]] = field(default_factory=list, repr=False)  # the same on further splits
-    rows: list[HeldOutRows] = field(default_factory=list, repr=False)  # of the checks, or of the first split
-    judge: Metric = LOSS
-
-    def advance(self, until: int) -> None:
-        """Train up to a round, and note how good the best round was."""
-        assert self.running is not None
-        self.running.advance(until)
-        self.rounds, self.cost = self.running.progress.round, self.running.cost
-        self.best_round, self.megabytes = self.running.progress.best.round, self.running.megabytes()
-        self.scores = self.running.scores() if math.isfinite(self.cost) else {}
-
-    @property
-    def done(self) -> bool:
-        """Return True if further rounds would change nothing."""
-        return self.running is not None and self.running.done
-
-    def retire(self) -> None:
-        """Forget models and scores."""
-        self.running, self.scores, self.checks, self.rows = None, {}, [], []
-
-    def validation(self, metric: str, checks: int | None = None) -> Tensor:
-        """Return a metric [n] on rows held out: the mean over further splits if there were any, else the first."""
-        found = self.checks[: len(self.checks) if checks is None else checks]
-        return torch.stack([split[metric] for split in found or [self.scores]]).nanmean(0)
-
-    def held_out_cost(self) -> float:
-        """Return the judge's mean over clients so that lower is better; infinite for a method that diverged."""
-        return self.judge.cost(self.held_out()) if self.scores else math.inf
-
-    def held_out(self) -> float:
-        """Return the judge's mean over clients."""
-        return mean_over_clients(self.validation(self.judge.name))
-
-    def row(self) -> dict[str, Any]:
-        """Return the entrant's line in choice.json."""
-        return {
-            "method": self.algorithm.name,
-            "settings": self.algorithm.settings(),
-            "rounds": self.rounds,
-            "checked_rounds": self.checked_rounds,
-            f"validation_{self.judge.name}": self.judge.cost(self.cost) if math.isfinite(self.cost) else None,
-            f"checked_{self.judge.name}": self.held_out() if self.checks else None,
-            "megabytes": self.megabytes,
-        }
+def _once(fed: Federation) -> list[Federation]:
+    return [fed]
 
 
 class Race:
-    """Heats and a final check; entrants that diverge or cannot run here drop out.
+    """Heats; entrants that diverge or cannot run here drop out.
 
     `others` are federations with the same clients and splits for methods that train a model of their own, by name.
     """
@@ -140,14 +75,18 @@ class Race:
         self,
         fed: Federation,
         rounds: int,
-        limit: float = math.inf,
+        effort: float = math.inf,
         budget_mb: float | None = None,
         watch: Watch | None = None,
         metric: str | Metric | None = None,
         others: Mapping[str, Federation] | None = None,
+        cross_fit: bool = True,
+        journal: Journal | None = None,
     ) -> None:
-        self.fed, self.rounds, self.limit = fed, rounds, limit
-        self.others = dict(others or {})
+        divided = in_turn if cross_fit else _once
+        self.fed, self.rounds, self.feds = fed, rounds, divided(fed)
+        self.limit = effort * rounds * len(self.feds)
+        self.others = {name: divided(other) for name, other in (others or {}).items()}
         self.budget_mb, self.watch = budget_mb, watch
         self.asked = None if metric is None else resolve(metric, fed.model.task)
         self.judge = self.asked or LOSS
@@ -155,147 +94,117 @@ class Race:
         self.everybody: list[Entrant] = []
         self.finalists: list[Entrant] = []
         self.refused: list[str] = []
+        self.journal, self.made = journal, 0
 
-    def run(self, field_: Sequence[Algorithm], more: More | None = None) -> Entrant:
-        """Return the winner of the field and of those that `more` adds after the field's first heat."""
-        first, *others = stops(self.rounds)
-        left = self._heat(0, first, [self._entrant(algorithm) for algorithm in field_])
-        if more is not None:
-            left = self._heat(0, first, [*left, *map(self._entrant, more(left))])
-        for heat, stop in enumerate(others, 1):
-            left = self._heat(heat, stop, left)
+    def run(
+        self,
+        field_: Sequence[Algorithm],
+        more: More | None = None,
+        beside: Mapping[str, Sequence[Algorithm]] | None = None,
+    ) -> Entrant:
+        """Return the winner of the field, of those that `more` adds after its first heat, and of those `beside` it.
+
+        The latter train one of the `others` by its name; a method that has the name of one trains that one.
+        """
+        first, *later = stops(self.rounds)
+        ends = [(0, first), *([] if more is None else [(0, first)]), *enumerate(later, 1)]
+        stage = None if self.journal is None else self.journal.restore(self)
+        if stage is None:
+            starters = [self._entrant(algorithm) for algorithm in field_]
+            starters += [self._entrant(one, name) for name, some in (beside or {}).items() for one in some]
+            stage = self._stage(0, *ends[0], starters)
+        left = self._heat(stage)
+        for number in range(stage.number + 1, len(ends)):
+            if number == 1 and more is not None:
+                left = [*left, *map(self._entrant, more(left))]
+            left = self._heat(self._stage(number, *ends[number], left))
         self.finalists = left
         if self.judge.undefined and not any(entrant.scores for entrant in left):
             raise self.judge.undefined_error("validation")
-        self._check()
         return self._winner()
 
-    def _entrant(self, algorithm: Algorithm) -> Entrant:
-        return Entrant(algorithm, judge=self.judge)
+    def _entrant(self, algorithm: Algorithm, on: str = "") -> Entrant:
+        on = on or (algorithm.name if algorithm.name in self.others else "")
+        self.made += 1
+        return Entrant(algorithm, judge=self.judge, on=on, number=self.made)
 
-    def _heat(self, heat: int, stop: int, starters: list[Entrant]) -> list[Entrant]:
-        """Advance everybody up to `stop` and return who stays; drop at once who cannot be among the best."""
-        last = heat == HEATS - 1
+    def _stage(self, number: int, heat: int, stop: int, starters: list[Entrant]) -> Stage:
         count = math.ceil(sum(not entrant.done for entrant in starters) / THIN)
-        kept: list[Entrant] = []
-        for entrant in starters:
-            self._report(f"heat {heat + 1}: {entrant.algorithm.name}")
-            go_on = not entrant.done and (not self._exhausted() or not kept)
-            if not self._advance(entrant, stop if go_on else 0):
-                continue
-            field_ = [*kept, entrant]
-            kept = field_ if last else self._best_of(field_, count, heat)
-            for loser in field_:
-                if loser not in kept:
-                    loser.retire()
-        if not kept:
+        return Stage(number, heat, stop, starters, count)
+
+    def _heat(self, stage: Stage) -> list[Entrant]:
+        """Advance everybody up to a round and return who stays; drop at once who cannot be among the best."""
+        last = stage.heat == HEATS - 1
+        for entrant in stage.starters[stage.at :]:
+            self._report(f"heat {stage.heat + 1}: {entrant.title}")
+            go_on = not entrant.done and (not self._exhausted() or not stage.kept)
+            if self._advance(entrant, stage.stop if go_on else 0):
+                field_ = [*stage.kept, entrant]
+                stage.kept = field_ if last else self._best_of(field_, stage.count, stage.heat)
+                for loser in field_:
+                    if loser not in stage.kept:
+                        loser.retire()
+            stage.at += 1
+            if self.journal is not None:
+                self.journal.note(self, stage, entrant)
+        if not stage.kept:
             raise SettingError(f"none of the methods can run here. {self.refused[0]}")
-        return kept
+        return stage.kept
 
     def _advance(self, entrant: Entrant, until: int) -> bool:
         """Advance an entrant; return False if the method cannot run here."""
         try:
-            if entrant.running is None:
-                algorithm = entrant.algorithm
-                fed = self.others.get(algorithm.name, self.fed)
-                entrant.running = Contestant(fed, algorithm, self.rounds, every(self.rounds), self.asked)
+            if not entrant.parts:
+                feds = self.others.get(entrant.on, self.feds)
+                entrant.start(feds, self.rounds, every(self.rounds), self.asked)
                 self.everybody.append(entrant)
             entrant.advance(until)
         except CoterieError as problem:
-            self.refused.append(f"{entrant.algorithm.name}: {problem}")
+            self.refused.append(f"{entrant.title}: {problem}")
             entrant.retire()
         return entrant.running is not None
 
     def _best_of(self, field_: list[Entrant], count: int, heat: int) -> list[Entrant]:
         """Return the best, and always the best settings of training alone, against which gains are told.
 
-        After the first heat the best settings of every method stay, since some start slowly, and of those that train
-        a model of their own also after the second; in the last one different methods are to meet, not many settings of
-        one. Whoever is done stays, since that costs nothing.
+        After the first heat the best settings of every method stay, since some start slowly, and all settings that
+        are among the best and train a model of their own, which are few and make good ensembles. Of these models the
+        best settings also stay after the second heat, unless it is a network that is behind the given model. In the
+        last one different methods are to meet, not many settings of one. Whoever is done stays, since that costs
+        nothing.
         """
         ranked = sorted(field_, key=lambda entrant: entrant.cost)
+        given = min((e.cost for e in ranked if not e.on), default=math.inf)
         place: dict[str, int] = {}
-        standing = [(e, _next(place, e.algorithm.name)) for e in ranked if not e.done]
-        always = {"local", *self.others}
-        sure = [e for e, k in standing if k == 0 and (heat == 0 or e.algorithm.name in always)]
+        standing = [(e, _next(place, e.title)) for e in ranked if not e.done]
+        own = [e for e in ranked if e.on and (e.on != NETWORK or e.cost < given)]
+        first = [e for e, k in standing if k == 0]
+        sure = [e for e in first if heat == 0 or e in own or e.algorithm.name in ("local", *SOLVED)]
         most = len(ranked) if heat < HEATS - 2 else SETTINGS
+        if heat == 0:
+            sure += [e for e, k in standing[:count] if e.on and k > 0]
         others = [e for e, k in standing if k < most and e not in sure]
-        free = count - (len(sure) if heat == 0 else 0)
-        kept = [*(e for e in ranked if e.done and e.scores), *sure, *others[: max(0, free)]]
-        return sorted(kept, key=lambda entrant: entrant.cost)
-
-    def _check(self) -> None:
-        """Train those that may be the best on further splits; a split counts only if all of them had it."""
-        asked = self._close()
-        if len(asked) < 2 or not can_fold(self.fed):
-            return
-        others = (folds(fed, FOLDS) for fed in self.others.values())
-        for k, (fold, *apart) in enumerate(zip(folds(self.fed, FOLDS), *others, strict=True)):
-            own = dict(zip(self.others, apart, strict=True))
-            found: list[tuple[Entrant, dict[str, Tensor], HeldOutRows | None]] = []
-            for entrant in asked:
-                if self._exhausted():
-                    return
-                self._report(f"check {k + 1}: {entrant.algorithm.name}")
-                try:
-                    found.append((entrant, *self._again(own.get(entrant.algorithm.name, fold), entrant)))
-                except CoterieError as problem:
-                    self.refused.append(f"{entrant.algorithm.name}, in the check: {problem}")
-            for entrant, scores, rows in found:
-                entrant.checks.append(scores)
-                entrant.rows += [] if rows is None else [rows]
-            asked = [entrant for entrant, *_ in found]
-
-    def _again(self, fold: Federation, entrant: Entrant) -> tuple[dict[str, Tensor], HeldOutRows | None]:
-        """Return validation metrics of an entrant trained on other rows, up to the round it was best at."""
-        again = Contestant(fold, entrant.algorithm.without_stopping(), entrant.best_round, 0, self.asked)
-        again.advance(entrant.best_round)
-        entrant.checked_rounds += entrant.best_round
-        entrant.megabytes += again.megabytes()
-        return again.scores(), self._held_out(again)
-
-    def _held_out(self, one: Contestant) -> HeldOutRows | None:
-        """Return the validation rows of a contestant at its best round, or None where rows are elsewhere."""
-        models = one.progress.best.personal
-        if models is None or not can_fold(self.fed):
-            return None
-        values = one.fed.row_values(models, "validation", [self.judge, self.metric])
-        client = torch.repeat_interleave(one.fed.rows["validation"].cpu())
-        return HeldOutRows(client, {name: value.cpu() for name, value in values.items()}) if values else None
+        others = others[: max(0, count - (len(sure) if heat == 0 else 0))]
+        return [e for e in ranked if (e.done and e.scores) or e in sure or e in others]
 
     def verdict(self, winner: Entrant, alone: Entrant) -> Verdict:
         """Return the verdict on the winner against training alone, on the same rows held out.
 
-        These are the rows of the checks if both had them, which no setting was chosen on, else validation rows.
+        These are all rows but the test rows, each held out once, where there are several divisions.
         """
         task, metric = self.fed.model.task, row_metric(self.judge, self.fed.model.task)
-        checks = min(len(winner.rows), len(alone.rows))
-        pairs = list(zip(winner.rows[:checks], alone.rows[:checks], strict=True))
-        if not pairs and winner.running is not None and alone.running is not None:
-            both = self._held_out(winner.running), self._held_out(alone.running)
-            pairs = [(both[0], both[1])] if both[0] is not None and both[1] is not None else []
-        what = "rows held out in turn" if checks else "validation rows"
-        if pairs:
-            mine, other = (torch.cat([pair[k].values[metric.name] for pair in pairs]).numpy() for k in (0, 1))
-            client = torch.cat([pair[0].client for pair in pairs]).numpy()
-            return Verdict.of_rows(mine, other, client, self.fed.names, metric, held_out=what, task=task)
-        least = min(len(winner.checks), len(alone.checks))
-        mine, other = (one.validation(self.judge.name, least).double().numpy() for one in (winner, alone))
-        return Verdict.of_clients(mine, other, self.fed.names, self.judge, task)
+        mine, other = (one.held_out_rows([self.judge, self.metric]) for one in (winner, alone))
+        if mine is not None and other is not None:
+            first, second = (one.values[metric.name].numpy() for one in (mine, other))
+            client, what = mine.client.numpy(), self.held_out_name
+            return Verdict.of_rows(first, second, client, self.fed.names, metric, held_out=what, task=task)
+        first, second = (one.validation(self.judge.name).double().numpy() for one in (winner, alone))
+        return Verdict.of_clients(first, second, self.fed.names, self.judge, task)
 
-    def _close(self) -> list[Entrant]:
-        """Return the leader, training alone and who is not clearly worse, best first, while the rounds last."""
-        ranked = sorted((e for e in self.finalists if e.scores), key=lambda entrant: entrant.cost)
-        if not ranked or all(clearly(ranked[0], rival) for rival in ranked[1:]):
-            return []
-        leader, alone = ranked[0], self.alone()
-        rivals = [e for e in ranked[1:] if e is not alone and not clearly(leader, e)]
-        asked, left = [], self.limit - self.spent()
-        for entrant in [leader, *([] if alone in (None, leader) else [alone]), *rivals]:
-            if FOLDS * entrant.best_round <= left:
-                left -= FOLDS * entrant.best_round
-                asked.append(entrant)
-        return asked
+    @property
+    def held_out_name(self) -> str:
+        """What the rows are that methods are judged on."""
+        return "rows held out in turn" if len(self.feds) > 1 else "validation rows"
 
     def _winner(self) -> Entrant:
         """Return the entrant with the lowest loss on rows held out, or the best by the metric that was asked for.
@@ -303,31 +212,24 @@ class Race:
         A simpler method wins a draw: where the better one is ahead by less than `DRAW` of its loss, and by less than
         a standard error between clients. A method with a model of its own must be ahead by `OWN_MODEL`.
         """
-        judged = [entrant for entrant in self.finalists if len(entrant.checks) == self.checks]
+        judged = self.finalists
         lowest = min(judged, key=Entrant.held_out_cost)
-        if lowest.algorithm.name in self.others:
+        if lowest.on:
             limit = lowest.held_out_cost() + OWN_MODEL * abs(lowest.held_out_cost())
-            given = [e for e in judged if e.algorithm.name not in self.others and e.held_out_cost() <= limit]
+            given = [e for e in judged if not e.on and e.held_out_cost() <= limit]
             lowest = min(given, key=Entrant.held_out_cost, default=lowest)
         limit = lowest.held_out_cost() + DRAW * abs(lowest.held_out_cost())
         equal = [e for e in judged if e.scores and e.held_out_cost() <= limit and _near(lowest, e)]
         for name in SIMPLEST:
-            rival = min(
-                (e for e in equal if e.algorithm.name == name), key=Entrant.held_out_cost, default=None
-            )
+            rival = min((e for e in equal if e.title == name), key=Entrant.held_out_cost, default=None)
             if rival is not None:
                 return rival
         return lowest
 
     def alone(self) -> Entrant | None:
         """Return the best settings of training alone in the last heat."""
-        found = (e for e in self.finalists if e.algorithm.name == "local" and e.scores)
+        found = (e for e in self.finalists if e.title == "local" and e.scores)
         return min(found, key=lambda entrant: entrant.cost, default=None)
-
-    @property
-    def checks(self) -> int:
-        """Return the number of further splits that the finalists were compared on."""
-        return max(len(entrant.checks) for entrant in self.finalists)
 
     def rows(self, winner: Entrant) -> list[dict[str, Any]]:
         """Return a row for each entrant, best first."""
@@ -336,7 +238,7 @@ class Race:
 
     def spent(self) -> int:
         """Return the number of rounds so far."""
-        return sum(entrant.rounds + entrant.checked_rounds for entrant in self.everybody)
+        return sum(entrant.rounds for entrant in self.everybody)
 
     def megabytes(self) -> float:
         """Return the megabytes sent so far, both ways."""
@@ -365,8 +267,7 @@ def _near(lowest: Entrant, entrant: Entrant) -> bool:
 
 def _gain(one: Entrant, other: Entrant, metric: Metric) -> Tensor:
     """Return by how much each client is better off with one than with the other, on the same rows."""
-    checks = min(len(one.checks), len(other.checks))
-    gain = metric.sign * (one.validation(metric.name, checks) - other.validation(metric.name, checks))
+    gain = metric.sign * (one.validation(metric.name) - other.validation(metric.name))
     return gain[~gain.isnan()]
 
 

@@ -13,10 +13,28 @@ from coterie.data.rows import Rows
 from coterie.engine.federation import Federation
 from coterie.engine.resplit import with_rows
 
+FOLDS = 3  # divisions beside the given one: training rows are about three times as many as validation rows
+FEW_ROWS = 1000  # validation rows of all clients together, below which rows are held out in turn
+
 
 def can_fold(fed: Federation) -> bool:
-    """Return True if the rows are in this process; rows on other machines stay split as they are."""
-    return fed.runtime.capabilities.rows_visible
+    """Return True if the rows are in this process and have no order in time; others stay split as they are."""
+    ordered = fed.table is not None and fed.table.times is not None
+    return fed.runtime.capabilities.rows_visible and not ordered
+
+
+def in_turn(fed: Federation) -> list[Federation]:
+    """Return the federation, and where its validation rows are few, those that hold out the other rows in turn.
+
+    Choices among many settings on few rows are choices of luck: with all divisions together every row that is not a
+    test row is held out once.
+    """
+    return [fed, *(folds(fed, FOLDS) if few_rows(fed) and can_fold(fed) else ())]
+
+
+def few_rows(fed: Federation) -> bool:
+    """Return True if the validation rows of all clients together are few for a choice among many settings."""
+    return int(fed.rows["validation"].sum()) < FEW_ROWS
 
 
 def folds(fed: Federation, count: int) -> Iterator[Federation]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm, find
@@ -13,6 +14,7 @@ from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric
 from coterie.select.auto import EFFORT, choose
 from coterie.select.auto_race import THIN, every, stops
+from coterie.select.cross_validation import FOLDS
 from coterie.select.grid import candidates, suited, trained_by
 from coterie.train.contestant import Contestant
 from coterie.train.history import mean_over_clients
@@ -86,31 +88,38 @@ def _finite(cost: float) -> float:
     return math.inf if math.isnan(cost) else cost
 
 
+@dataclass(frozen=True)
 class Raced:
-    """`auto`: the method and settings that a race of its own chooses."""
+    """`auto`: the method and settings that a race of its own chooses.
 
-    name = AUTO
+    In folds of a comparison it does not hold rows out in turn: folds choose apart, and the majority is deployed.
+    """
+
+    cross_fit: bool = True
+
+    name: ClassVar[str] = AUTO
 
     def cost(self, rounds: int) -> int:
         """Return the rounds that the race takes at most."""
-        return math.ceil(EFFORT * rounds)
+        return math.ceil(EFFORT * (1 + FOLDS * self.cross_fit) * rounds)
 
     def check(self, fed: Federation) -> None:
         """Do nothing: a race leaves out what cannot run here."""
 
     def best(self, fed: Federation, rounds: int, watch: Watch, metric: Metric | None = None) -> Run:
         """Return the run that won the race."""
-        return choose(fed, rounds, watch=watch, metric=metric).run
+        return choose(fed, rounds, watch=watch, metric=metric, cross_fit=self.cross_fit).run
 
 
 def entrants(
     algorithms: Sequence[str | Algorithm],
     budget: int,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
+    folds: int = 1,
 ) -> list[Tuned | Raced]:
     """Return the baselines and what was asked for, each once; check all names before anything runs.
 
-    `settings` are hyperparameters by method that are given, and so not tuned.
+    `settings` are hyperparameters by method that are given, and so not tuned; `folds` those of the comparison.
     """
     given = dict(settings or {})
 
@@ -118,7 +127,7 @@ def entrants(
         if item == AUTO:
             if given.pop(AUTO, None):
                 raise SettingError("auto chooses settings by itself; give none for it")
-            return Raced()
+            return Raced(cross_fit=folds == 1)
         method = item if isinstance(item, Algorithm) else find(item)()
         fixed = given.pop(method.name, {})
         return Tuned(method.replace(**fixed), budget, fixed)

@@ -42,6 +42,7 @@ def fit(
     privacy: Privacy | None = None,
     workers: int | str | Crew | None = None,
     exact: bool = False,
+    ensemble: bool = True,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -60,7 +61,8 @@ def fit(
     `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
     `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client. `workers` shares the
     clients over processes: a number of them on this machine, "torchrun", "slurm" or "ray:N"; with `exact` the result
-    has the same bits whatever their number is.
+    has the same bits whatever their number is. With `ensemble` "auto" deploys a weighted mean of finalists where that
+    is better on rows held out.
     """
     if algorithm == "auto":
         if target is not None:
@@ -79,6 +81,7 @@ def fit(
                 metric=metric,
                 metrics=metrics,
                 refit=refit or "validation",
+                ensemble=ensemble,
             )
             return run if spread is fed else come_home(run)
     method = make(algorithm) if isinstance(algorithm, str) else algorithm

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
+from coterie.models.trees import with_loss_of
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 
@@ -83,11 +84,12 @@ def trained_by(algorithms: Sequence[Algorithm], fed: Federation, rounds: int) ->
     own = [model for model in (one.own_model(rounds) for one in algorithms) if model is not None]
     if not own or isinstance(fed.model, type(own[0])):
         return fed
-    return fed.with_model(max(own, key=lambda model: getattr(model, "leaves", 0)))
+    return fed.with_model(with_loss_of(max(own, key=lambda model: getattr(model, "leaves", 0)), fed.model))
 
 
 def suited(algorithm: Algorithm, fed: Federation) -> Algorithm:
-    """Return the method with all clients in one group where it would use known clusters and there are none."""
+    """Return the method as the model needs it, with one group where it would use known clusters and there are none."""
+    algorithm = algorithm.for_model(fed.model)
     if fed.clusters is None and algorithm.settings().get("grouping") == "known":
         return algorithm.replace(grouping="one")
     return algorithm

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie._core import extras, files
+from coterie._core import extras, files, systems
 from coterie._core.errors import CoterieError, DataError, RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("tpe", "grid")
 LOOKS = 10  # times a trial is scored, and may be stopped
-SETTINGS, STUDY = "tune.toml", "study.log"
+SETTINGS, STUDY, LOCK = "tune.toml", "study.log", "lock"
+FAILED = "failed"  # user attribute of a trial whose settings cannot be trained with
 
 Watch = Callable[[str, int, int], None]
 Space = dict[str, tuple[Any, ...]]
@@ -113,8 +116,8 @@ def search(
     """
     algorithm = make(algorithm) if isinstance(algorithm, str) else algorithm
     asked = _check(fed, algorithm, trials, rounds, sampler, metric)
-    study = _study(algorithm, sampler, None if folder is None else Path(folder), asked)
-    _work(study, fed, algorithm, trials, rounds, sampler, asked, watch)
+    with _opened(algorithm, None if folder is None else Path(folder), asked) as study:
+        _work(study, fed, algorithm, trials, rounds, sampler, asked, watch)
     return found(study, algorithm, asked)
 
 
@@ -153,31 +156,54 @@ def _optuna() -> Any:
     return optuna
 
 
-def _study(
-    algorithm: Algorithm, sampler: str, folder: Path | None, metric: Metric | None, worker: int = 0
-) -> optuna.Study:
+@contextmanager
+def _opened(algorithm: Algorithm, folder: Path | None, metric: Metric | None) -> Iterator[optuna.Study]:
+    """Yield a study that nobody else has open, without what a search that was killed has left."""
+    if folder is None:
+        yield _study(algorithm, None, metric)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with systems.locked(folder / LOCK) as ours:
+        if not ours:
+            raise RunError(f"{folder} is in use by another search; --jobs N runs trials in N processes")
+        _mend(folder)
+        study = _study(algorithm, folder, metric)
+        for trial in study.get_trials(deepcopy=False):
+            if trial.state.name == "RUNNING":  # samplers would count with it
+                study.tell(trial.number, state=_optuna().trial.TrialState.FAIL)
+        yield study
+
+
+def _study(algorithm: Algorithm, folder: Path | None, metric: Metric | None) -> optuna.Study:
     library = _optuna()
-    samplers = {
-        "tpe": lambda: library.samplers.TPESampler(seed=worker, multivariate=True),
-        "grid": lambda: library.samplers.GridSampler(
-            {k: list(v) for k, v in space(algorithm).items()}, seed=worker
-        ),
-    }
     storage = None
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         backend = library.storages.journal.JournalFileBackend(str(folder / STUDY))
         storage = library.storages.JournalStorage(backend)
+    study: optuna.Study = library.create_study(
+        study_name=algorithm.name if metric is None else f"{algorithm.name} by {metric.name}",
+        storage=storage,
+        load_if_exists=True,
+        pruner=library.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2),
+    )
+    return study
+
+
+def _sampler(algorithm: Algorithm, sampler: str, worker: int, done: int) -> optuna.samplers.BaseSampler:
+    """Return the sampler of one trial.
+
+    Its seed is the number of trials before it, so that a search that was killed goes on as if it had not been.
+    """
+    library = _optuna()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", library.exceptions.ExperimentalWarning)
-        study: optuna.Study = library.create_study(
-            study_name=algorithm.name if metric is None else f"{algorithm.name} by {metric.name}",
-            storage=storage,
-            load_if_exists=True,
-            sampler=samplers[sampler](),
-            pruner=library.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2),
-        )
-    return study
+        made: optuna.samplers.BaseSampler
+        if sampler == "tpe":
+            made = library.samplers.TPESampler(seed=1_000_003 * worker + done, multivariate=True)
+        else:
+            points = {name: list(values) for name, values in space(algorithm).items()}
+            made = library.samplers.GridSampler(points, seed=0)  # the seed also numbers the points
+    return made
 
 
 def _work(
@@ -189,15 +215,22 @@ def _work(
     sampler: str,
     metric: Metric | None,
     watch: Watch | None = None,
+    worker: int = 0,
 ) -> None:
     """Run trials until so many are done, whoever does them."""
-    state, pruned = _optuna().trial.TrialState, _optuna().TrialPruned
+    pruned = _optuna().TrialPruned
     if sampler == "grid":
         trials = min(trials, math.prod(len(values) for values in space(algorithm).values()))
-    over = (state.COMPLETE, state.PRUNED, state.FAIL)
     fed = _with_room(fed, algorithm, rounds)
 
     def objective(trial: optuna.Trial) -> float:
+        try:
+            return tried(trial)
+        except CoterieError:
+            trial.set_user_attr(FAILED, True)
+            raise
+
+    def tried(trial: optuna.Trial) -> float:
         settings = suggested(trial, algorithm, sampler)
         contestant = Contestant(fed, settings, rounds, max(1, rounds // LOOKS), metric)
         for look in range(1, LOOKS + 1):
@@ -208,15 +241,20 @@ def _work(
                 raise pruned
         return contestant.cost
 
-    def tell(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        done = len(study.get_trials(deepcopy=False, states=over))
+    while (done := len(_ended(study))) < trials:
+        study.sampler = _sampler(algorithm, sampler, worker, done)
+        study.optimize(objective, n_trials=1, catch=(CoterieError,))
         if watch is not None:
-            watch(f"tuning {algorithm.name}", min(done, trials), trials)
-        if done >= trials:
-            study.stop()
+            watch(f"tuning {algorithm.name}", min(done + 1, trials), trials)
 
-    if len(study.get_trials(deepcopy=False, states=over)) < trials:
-        study.optimize(objective, n_trials=trials, callbacks=[tell], catch=(CoterieError,))
+
+def _ended(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    """Return the trials that came to an end; one that was killed did not."""
+    return [
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.name in ("COMPLETE", "PRUNED") or FAILED in trial.user_attrs
+    ]
 
 
 def suggested(trial: optuna.Trial, algorithm: Algorithm, sampler: str) -> Algorithm:
@@ -234,26 +272,27 @@ def suggested(trial: optuna.Trial, algorithm: Algorithm, sampler: str) -> Algori
 
 
 def found(study: optuna.Study, algorithm: Algorithm, metric: Metric | None = None) -> Search:
-    """Return the trials so far, best first."""
+    """Return the trials that came to an end, best first; one that was killed does not count."""
     judge = metric or LOSS
-    finished = [t for t in study.get_trials() if t.state.name == "COMPLETE" and math.isfinite(_last(t))]
+    ended = _ended(study)
+    finished = [t for t in ended if t.state.name == "COMPLETE" and math.isfinite(_last(t))]
     if not finished and judge.undefined:
         raise judge.undefined_error("validation")
     if not finished:
         raise RunError(
-            f"no setting of {algorithm.name} gave a finite validation {judge.name} in {len(study.get_trials())} "
+            f"no setting of {algorithm.name} gave a finite validation {judge.name} in {len(ended)} "
             "trials; give more trials or more rounds"
         )
     best = min(finished, key=_last)
-    ranked = sorted(study.get_trials(), key=lambda t: (t.state.name != "COMPLETE", _last(t)))
+    ranked = sorted(enumerate(ended), key=lambda one: (one[1].state.name != "COMPLETE", _last(one[1])))
     rows = [
         {
-            "number": trial.number,
+            "number": number,
             "state": trial.state.name.lower(),
             f"validation_{judge.name}": judge.cost(_last(trial)) if math.isfinite(_last(trial)) else None,
             "settings": trial.params,
         }
-        for trial in ranked
+        for number, trial in ranked
     ]
     return Search(algorithm.replace(**best.params), judge.cost(_last(best)), rows, judge.name)
 
@@ -290,18 +329,28 @@ def search_table(
         if files.read_toml(path) != wanted:
             raise RunError(f"{folder} holds a search with other settings ({path}); choose another folder")
     else:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(entry.suffix != ".tmp" for entry in folder.iterdir()):
             raise RunError(f"{folder} exists already and holds no search; choose another folder")
         fed = Federation.from_table(**table)
         _check(fed, algorithm, trials, rounds, sampler, metric)
         folder.mkdir(parents=True, exist_ok=True)
         files.write_toml(path, wanted)
-    study = _study(algorithm, sampler, folder, asked)
-    if jobs == 1:
-        _work(study, Federation.from_table(**table), algorithm, trials, rounds, sampler, asked, watch)
-    else:
-        _in_parallel(study, folder, algorithm, trials, jobs, watch)
+    with _opened(algorithm, folder, asked) as study:
+        if jobs == 1:
+            _work(study, Federation.from_table(**table), algorithm, trials, rounds, sampler, asked, watch)
+        else:
+            _in_parallel(study, folder, algorithm, trials, jobs, watch)
     return found(study, algorithm, asked)
+
+
+def _mend(folder: Path) -> None:
+    """Remove what a search that was killed has left: its lock of the study, and half of a line."""
+    for left in [*folder.glob(f"{STUDY}.lock*"), *folder.glob("*.tmp")]:
+        left.unlink(missing_ok=True)
+    study = folder / STUDY
+    content = study.read_bytes() if study.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(study, content.rfind(b"\n") + 1)
 
 
 def _plain(value: Any) -> Any:
@@ -317,13 +366,13 @@ def _in_parallel(
     logs = [folder / f"worker-{k}.log" for k in range(jobs)]
     workers = []
     for k, log in enumerate(logs):
-        with log.open("w") as stream:
-            workers.append(subprocess.Popen([*command, str(k)], stderr=stream))
+        with log.open("wb") as stream:
+            workers.append(subprocess.Popen([*command, str(k)], stderr=stream, **systems.apart()))
     try:
         while any(worker.poll() is None for worker in workers):
             time.sleep(0.2)
             if watch is not None:
-                done = sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
+                done = len(_ended(study))
                 watch(f"tuning {algorithm.name}", min(done, trials), trials)
     finally:
         for worker in workers:
@@ -341,8 +390,8 @@ def _worker(folder: Path, trials: int, number: int) -> None:
     algorithm = make(method.pop("name"), **method)
     sampler, rounds = wanted["search"]["sampler"], wanted["search"]["rounds"]
     metric = find(wanted["search"]["metric"]) if "metric" in wanted["search"] else None
-    study = _study(algorithm, sampler, folder, metric, worker=number + 1)
-    _work(study, Federation.from_table(**wanted["table"]), algorithm, trials, rounds, sampler, metric)
+    study, fed = _study(algorithm, folder, metric), Federation.from_table(**wanted["table"])
+    _work(study, fed, algorithm, trials, rounds, sampler, metric, worker=number + 1)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from coterie.models.metrics.metric import itself
 from coterie.theory.verdicts import CLEAR_ROWS, Evidence, Mean, Verdicts, judge
 
 MOST_NAMES = 4
+CLIENTS = "clients"  # what is counted where single rows are not known
 
 
 def row_metric(metric: Metric, task: str) -> Metric:
@@ -116,7 +117,7 @@ class Verdict:
     ) -> Verdict:
         """Judge one value per client, [n], where single rows are not known; how clients differ is the only noise."""
         plain = replace(metric, finish=itself)
-        return cls.of_rows(first, second, np.arange(len(names)), names, plain, held_out="clients", task=task)
+        return cls.of_rows(first, second, np.arange(len(names)), names, plain, held_out=CLIENTS, task=task)
 
     @property
     def called(self) -> np.ndarray:
@@ -199,11 +200,11 @@ class Verdict:
         rows = int(self.judged.evidence.rows.sum())
         held_out = self.held_out if rows != 1 else self.held_out.removesuffix("s")
         text = (
-            f"{self.headline(first, second)}: the {self.title} {self._change(self.by_rows)} over "
+            f"{self.headline(first, second)}: the {self.title} {self.change(self.by_rows)} over "
             f"{rows:,} {held_out}"
         )
-        if self.known > 1:
-            text += f", and {self._change(self.by_clients)} for the average client"
+        if self.known > 1 and self.held_out != CLIENTS:  # else both means are the same
+            text += f", and {self.change(self.by_clients)} for the average client"
         return f"{text}. {self.clients_sentence(first, second)}"
 
     @property
@@ -211,9 +212,12 @@ class Verdict:
         """Name of the metric, for readers."""
         if self.metric.name == LOSS.name and self.task in ("binary", "multiclass"):
             return "log-loss"
+        if self.metric.name == LOSS.name and self.task == "survival":
+            return "loss per event"
         return self.metric.title
 
-    def _change(self, mean: Mean) -> str:
+    def change(self, mean: Mean) -> str:
+        """Say by how much the metric changes from the second model to the first, with the interval."""
         better = "rises" if self.metric.higher_is_better else "falls"
         worse = "falls" if self.metric.higher_is_better else "rises"
         if mean.value == 0 and (mean.low, mean.high) in ((0, 0), (None, None)):
