@@ -84,7 +84,7 @@ class RunFacts:
     scores: np.ndarray
     seeds: int = 1
     test_rows: TestRows | None = None
-    averages: Mapping[str, float] | None = None
+    averages: Mapping[str, Any] | None = None
 
     @property
     def algorithm(self) -> str:
@@ -133,7 +133,7 @@ class RunFacts:
         if not path.exists():
             return None
         rows = files.read_json(path)["race"]
-        rounds = sum(row["rounds"] + row["checked_rounds"] for row in rows)
+        rounds = sum(row["rounds"] + row.get("checked_rounds", 0) for row in rows)  # older ones had a check
         return Price(rounds, sum(row["megabytes"] for row in rows), float("nan"))
 
     @property
@@ -187,6 +187,13 @@ class RunFacts:
         """Sentences on why `auto` chose this method; empty if a person chose it."""
         path = self.folder / "choice.json"
         return list(files.read_json(path)["why"]) if path.exists() else []
+
+    @property
+    def guard(self) -> dict[str, Any] | None:
+        """Who keeps a model of its own, and what that saved and cost on test rows; None without a guard."""
+        known = self.averages if self.averages is not None and "guard" in self.averages else self.result
+        found: dict[str, Any] | None = known.get("guard")
+        return found
 
     def validation_cost(self) -> float:
         """Return the mean validation loss, or cost of the metric that the run was asked for."""

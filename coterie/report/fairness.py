@@ -13,7 +13,9 @@ from coterie.report.held_out import HeldOut
 from coterie.report.numbers import digits, show
 from coterie.report.panels import Panel, axis, numbers, plain
 from coterie.report.quality import auc, rates
+from coterie.report.survival import concordance
 
+METRICS = {"regression": "rmse", "survival": "concordance"}  # what groups are compared by, else by accuracy
 SHOWN = 40  # groups in the chart at most
 LISTED = 500  # groups in the table at most
 
@@ -49,6 +51,8 @@ def headers(held: HeldOut, what: str) -> list[str]:
     first = [what, "rows"]
     if held.task == "regression":
         return [*first, "typical error (RMSE)", "95 % interval", "mean error", "R²"]
+    if held.task == "survival":
+        return [*first, "concordance", "95 % interval", "events"]
     if held.task == "multiclass":
         return [*first, "right answers", "95 % interval", "mean probability of the right class"]
     share = [f"really {held.positive}", f"mean predicted {held.positive}"]
@@ -57,11 +61,13 @@ def headers(held: HeldOut, what: str) -> list[str]:
 
 def served(held: HeldOut, name: str, rows: np.ndarray, threshold: float) -> Served:
     """Return how some of the rows are served."""
-    metric = "rmse" if held.task == "regression" else "accuracy"
+    metric = METRICS.get(held.task, "accuracy")
     if held.task == "binary":
         value = float(((held.output[rows, 1] >= threshold) == (held.target[rows] == 1)).mean())
     else:
         value = held.value(metric, rows)
+    if held.task == "survival":
+        return Served(name, len(rows), *concordance(held, rows), [f"{int((held.target[rows] > 0).sum()):,}"])
     low, high = (float(end[0]) for end in interval(metric, np.array([value]), np.array([float(len(rows))])))
     if held.task == "regression":
         cells = [digits(float(held.error[rows].mean())), show("r2", held.value("r2", rows))]
@@ -80,7 +86,7 @@ def served(held: HeldOut, name: str, rows: np.ndarray, threshold: float) -> Serv
 
 def table(held: HeldOut, parts: Sequence[Part], threshold: float) -> list[list[str]]:
     """Return a row of text per group."""
-    metric = "rmse" if held.task == "regression" else "accuracy"
+    metric = METRICS.get(held.task, "accuracy")
     found = (served(held, name, rows, threshold) for name, rows in parts[:LISTED])
     return [
         [
@@ -98,11 +104,11 @@ def chance(held: HeldOut, parts: Sequence[Part], threshold: float) -> float:
     """Return how probable differences between groups as large as these are if all were served alike.
 
     A chi-square test of the counts of right rows, or the test of Kruskal and Wallis of absolute errors. NaN for one
-    group.
+    group, and for survival data.
     """
     from scipy.stats import chi2_contingency, kruskal
 
-    if len(parts) < 2:
+    if len(parts) < 2 or held.task == "survival":
         return math.nan
     if held.task == "regression":
         groups = [np.abs(held.error[rows]) for _, rows in parts]
@@ -118,11 +124,13 @@ def chance(held: HeldOut, parts: Sequence[Part], threshold: float) -> float:
 
 def sentence(held: HeldOut, what: str, parts: Sequence[Part], threshold: float) -> str:
     """Say who is served best and worst, and whether chance alone explains it."""
-    metric = "rmse" if held.task == "regression" else "accuracy"
-    found = [served(held, name, rows, threshold) for name, rows in parts]
+    metric = METRICS.get(held.task, "accuracy")
+    found = [
+        one for one in (served(held, name, rows, threshold) for name, rows in parts) if one.value == one.value
+    ]
     if len(found) < 2:
         return f"There is one {what} only, so there is nothing to compare."
-    ordered = sorted(found, key=lambda one: one.value, reverse=metric == "accuracy")
+    ordered = sorted(found, key=lambda one: one.value, reverse=metric != "rmse")
     best, worst = ordered[0], ordered[-1]
     p = chance(held, parts, threshold)
     if math.isnan(p):
@@ -139,8 +147,8 @@ def sentence(held: HeldOut, what: str, parts: Sequence[Part], threshold: float) 
 
 def panel(held: HeldOut, key: str, what: str, parts: Sequence[Part], threshold: float) -> Panel:
     """Draw the quality of every group with its interval, from worst to best."""
-    metric = "rmse" if held.task == "regression" else "accuracy"
-    scale = 1.0 if held.task == "regression" else 100.0
+    metric = METRICS.get(held.task, "accuracy")
+    scale = 100.0 if metric == "accuracy" else 1.0
     found = [served(held, name, rows, threshold) for name, rows in parts]
     found.sort(key=lambda one: one.value, reverse=metric == "rmse")
     note = ""
@@ -166,7 +174,7 @@ def panel(held: HeldOut, key: str, what: str, parts: Sequence[Part], threshold: 
         },
         "hovertemplate": "%{y}: %{x:.4g}<extra></extra>",
     }
-    title = "typical error (RMSE)" if metric == "rmse" else "right answers (%)"
+    title = {"rmse": "typical error (RMSE)", "concordance": "concordance"}.get(metric, "right answers (%)")
     return Panel(
         key,
         f"Quality by {what}",

@@ -97,7 +97,7 @@ def by_rows(run: RunFacts, alone: RunFacts, metric: Metric) -> Verdict | None:
     mine, other = run.test_rows, alone.test_rows
     if mine is None or other is None or metric.name not in mine.values or metric.name not in other.values:
         return None
-    if run.rows_hash != alone.rows_hash or not np.array_equal(mine.row, other.row):
+    if not same_rows(run, alone):
         return None
     return Verdict.of_rows(
         mine.values[metric.name],
@@ -108,6 +108,14 @@ def by_rows(run: RunFacts, alone: RunFacts, metric: Metric) -> Verdict | None:
         mine.row,
         task=run.task,
     )
+
+
+def same_rows(run: RunFacts, other: RunFacts) -> bool:
+    """Return True if two runs were tested on the same rows, as far as is known."""
+    if run.rows_hash != other.rows_hash:
+        return False
+    mine, theirs = run.test_rows, other.test_rows
+    return mine is None or theirs is None or np.array_equal(mine.row, theirs.row)
 
 
 def interval(metric: str, value: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

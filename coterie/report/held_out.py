@@ -18,7 +18,8 @@ from coterie.data import bundled, tables
 from coterie.data.column_types import labels
 from coterie.data.preprocess import Preprocessor
 from coterie.data.split import split_rows
-from coterie.models.metrics import Metric, find, names
+from coterie.data.time_order import in_time, split_in_time
+from coterie.models.metrics import Metric, ScoredRows, find, names
 from coterie.report.facts import RunFacts
 from coterie.train.predictions import Predictions
 
@@ -36,15 +37,15 @@ class HeldOut:
     run : RunFacts
         The run.
     task : str
-        'regression', 'binary' or 'multiclass'.
+        'regression', 'binary', 'multiclass' or 'survival'.
     split : str
         Where the rows are from, 'test' if there are test rows.
     client : ndarray
         Index of each row's client, [N].
     target : ndarray
-        Class numbers, or numbers in the target's units, [N].
+        Class numbers, numbers in the target's units, or signed times, [N].
     output : ndarray
-        Probabilities [N, C], or predictions in the target's units [N].
+        Probabilities [N, C], predictions in the target's units, or scores of survival times [N].
     classes : list of str
         Names of the classes; empty for a regression.
     raw : Predictions
@@ -86,6 +87,16 @@ class HeldOut:
         scores, targets = self.raw.scores[rows], self.raw.target[rows]
         if not len(targets):
             return float("nan")
+        if self.task == "survival":  # pairs and risk sets are those of a client
+            whose = torch.from_numpy(self.client)[
+                torch.as_tensor(rows) if isinstance(rows, np.ndarray) else rows
+            ]
+            sums, sizes = [], []
+            for client in whose.unique():
+                z, y = scores[whose == client].double(), targets[whose == client].double()
+                sums.append(found.sums(ScoredRows(self.task, z, y, torch.full_like(y, 1 / len(y)))))
+                sizes.append([float(len(y))])
+            return float(found.pooled(torch.stack(sums), torch.tensor(sizes)))
         unit = self._unit if found.scales_with_target else 1.0
         return unit * found.value(self.task, scores.double(), targets.double())
 
@@ -98,6 +109,7 @@ class HeldOut:
         """Return the names of the metrics that are worth a line."""
         known = {
             "regression": ("rmse", "mae", "r2"),
+            "survival": ("concordance",),
             "binary": ("accuracy", "auc", "log-loss", "brier", "ece"),
         }
         wanted = known.get(self.task, ("accuracy", "balanced-accuracy", "auc", "log-loss", "ece"))
@@ -157,7 +169,11 @@ class HeldOut:
             )
         frame, _, counts = tables.by_client(frame, data["client"])
         a, b, c = (float(part) for part in data["split"])
-        parts = split_rows(torch.tensor(counts), (a, b, c), int(self.run.config["federation"]["seed"]))
+        if data.get("time"):
+            frame, times = in_time(frame, counts, data["time"])
+            parts = split_in_time(torch.tensor(counts), times, (a, b, c))
+        else:
+            parts = split_rows(torch.tensor(counts), (a, b, c), int(self.run.config["federation"]["seed"]))
         mine = frame[getattr(parts, self.split).order.numpy()]
         same = mine.height == len(self) and torch.allclose(
             preprocessor.encode_target(mine).double(), self.raw.target.double()
@@ -205,6 +221,9 @@ def held_out(run: RunFacts) -> HeldOut | None:
         decode: Callable[..., Any] = (lambda value: value) if preprocessor is None else preprocessor.decode
         output, target = decode(raw.scores.double().squeeze(-1)), decode(raw.target.double())
         return HeldOut(run, "regression", raw.split, client, target.numpy(), output.numpy(), [], raw)
+    if "concordance" in set(run.metrics["metric"]):
+        target, output = raw.target.double().numpy(), raw.scores.double().squeeze(-1).numpy()
+        return HeldOut(run, "survival", raw.split, client, target, output, [], raw)
     scores = raw.scores.double()
     binary = scores.shape[1] == 1
     chances = torch.cat([torch.sigmoid(-scores), torch.sigmoid(scores)], 1) if binary else scores.softmax(1)

@@ -11,14 +11,20 @@ import torch
 from coterie.report.facts import RunFacts
 from coterie.report.numbers import digits
 from coterie.report.panels import Panel, Trace, axis, numbers, plain
-from coterie.train.export import coefficients
+from coterie.train.export import LINKS, coefficients
 from coterie.train.exported_model import ExportedModel
 from coterie.train.uncertainty import contrasts, load_errors
 
 SHOWN = 20  # coefficients in the chart
 PER_CLIENT = 6  # coefficients on a client's page
 Z = 1.959964
-UNITS = {"identity": "units of the target", "logistic": "log-odds", "softmax": "log-odds of the class"}
+UNITS = {
+    "identity": "units of the target",
+    "logistic": "log-odds",
+    "softmax": "log-odds of the class",
+    "log-hazard": "log hazard ratio",
+}
+RATIOS = {"logistic": "odds ratio", "log-hazard": "hazard ratio"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Coefficients:
     Attributes
     ----------
     link : str
-        'identity', 'logistic' or 'softmax'.
+        'identity', 'logistic', 'softmax' or 'log-hazard'.
     names : list of str
         The features, with the class for several classes, m of them.
     value, error : ndarray
@@ -81,7 +87,7 @@ class Coefficients:
             },
         ]
         units = UNITS[self.link]
-        ratio = ["odds ratio"] if self.link == "logistic" else []
+        ratio = [RATIOS[self.link]] if self.link in RATIOS else []
         rows = [
             [
                 self.names[k],
@@ -156,7 +162,7 @@ def read_coefficients(run: RunFacts) -> Coefficients | None:
     centred = contrasts(one).numpy()[at]
     unknown = torch.full((len(own), len(one.weights)), torch.nan, dtype=torch.float64)
     return Coefficients(
-        {"regression": "identity", "binary": "logistic", "multiclass": "softmax"}[one.task],
+        LINKS[one.task],
         names,
         unit * centred @ one.weights.double().numpy(),
         unit * errors["common"].double().numpy()[at],

@@ -12,7 +12,7 @@ import numpy as np
 from coterie._core import files, html
 from coterie._core.errors import SettingError
 from coterie.models.metrics import find
-from coterie.report import charts, collaboration, summary
+from coterie.report import charts, collaboration, drift, summary
 from coterie.report.board import Quality, client_column, tiles
 from coterie.report.client_pages import client_pages
 from coterie.report.differences import heterogeneity
@@ -126,7 +126,7 @@ def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0
         "gains": [panel for panel in quality if panel is not None],
         "progress": charts.curves(runs),
         "spread": [charts.distribution(runs)],
-        "differences": heterogeneity(main),
+        "differences": [*heterogeneity(main), *drift.panels(main)],
         "traffic": [panel for panel in [charts.communication(runs)] if panel is not None],
         "privacy": privacy(runs),
     }
@@ -141,6 +141,7 @@ def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0
         "alone": alone,
         "runs": runs,
         "side_by_side": _side_by_side(runs, all_scores, main),
+        "guards": [f"{run.label}: {text}" for run in runs if run is not main for text in summary.guard(run)],
         "sections": sections,
         "quality": shown,
         "tiles": tiles(main, alone, main_scores, shown),
@@ -178,6 +179,7 @@ def _side_by_side(
 ) -> list[dict[str, Any]]:
     """Return a row for each run: quality, who gained and lost, and cost."""
     rows = []
+    judged = all_scores[list(runs).index(main)].verdict
     for run, one in zip(runs, all_scores, strict=True):
         verdict = None if run.alone else one.verdict
         gain = None if verdict is None else verdict.by_rows
@@ -191,6 +193,9 @@ def _side_by_side(
                 f"{show_gain(verdict.metric.name, gain.high, unit=False)}"
             )
         )
+        other = (
+            "" if verdict is None or judged is None or verdict.title == judged.title else f" {verdict.title}"
+        )
         rows.append(
             {
                 "label": run.label,
@@ -201,7 +206,7 @@ def _side_by_side(
                 "harmed": "" if verdict is None else f"{verdict.harmed:,}",
                 "gain": ""
                 if verdict is None or gain is None
-                else show_gain(verdict.metric.name, gain.value, unit=False),
+                else show_gain(verdict.metric.name, gain.value, unit=False) + other,
                 "interval": interval,
                 "rounds": f"{run.price.rounds:.0f}",
                 "traffic": size(run.price.megabytes),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
+from coterie._core import systems
 from coterie._core.errors import SettingError
 from coterie._core.files import write_with
 
@@ -18,13 +18,18 @@ BROWSERS = (
     "microsoft-edge",
     "msedge",
     "brave-browser",
+    "Google/Chrome/Application/chrome.exe",
+    "Microsoft/Edge/Application/msedge.exe",
+    "Google Chrome.app",
+    "Microsoft Edge.app",
+    "Chromium.app",
 )
 SECONDS = 120
 
 
 def find_browser() -> str:
     """Return the path of a browser that prints; raise `SettingError` if there is none."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    found = systems.find_program(BROWSERS)
     if found is None:
         raise SettingError(
             "printing to PDF needs Chromium, Chrome or Edge, and none is installed (on Debian: apt-get install "
@@ -70,11 +75,13 @@ def print_page(page: Path, out: Path) -> Path:
                 f"{page.resolve().as_uri()}?print",
             ]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+                done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
             except subprocess.TimeoutExpired:
                 raise SettingError(f"{browser} did not print {page} within {SECONDS} seconds") from None
         if not temporary.exists() or not temporary.stat().st_size:
-            raise SettingError(f"{browser} could not print {page}: {done.stderr.strip()[-300:]}")
+            raise SettingError(
+                f"{browser} could not print {page}: {done.stderr.decode(errors='replace').strip()[-300:]}"
+            )
 
     write_with(out, write)
     return out

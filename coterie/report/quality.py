@@ -11,6 +11,7 @@ from coterie.models.metrics import find
 from coterie.report.gains import interval
 from coterie.report.held_out import HeldOut
 from coterie.report.numbers import count, show
+from coterie.report.survival import concordance
 
 LEVEL = 0.9  # share of new rows that a prediction interval holds
 Z = 1.959964
@@ -176,10 +177,17 @@ def _cell(held: HeldOut, name: str) -> str:
             if math.isnan(low)
             else f"{show(name, area)} ({show(name, low)} to {show(name, high)})"
         )
+    if name == "concordance":
+        value, low, high = concordance(held, np.arange(len(held)))
+        return (
+            show(name, value)
+            if math.isnan(low)
+            else f"{show(name, value)} ({show(name, low)} to {show(name, high)})"
+        )
     if name == "accuracy":
-        value = np.array([held.right.mean()])
-        ends = [show(name, float(end[0])) for end in interval(name, value, np.array([float(len(held))]))]
-        return f"{show(name, float(value[0]))} ({' to '.join(ends)})"
+        share = np.array([held.right.mean()])
+        ends = [show(name, float(end[0])) for end in interval(name, share, np.array([float(len(held))]))]
+        return f"{show(name, float(share[0]))} ({' to '.join(ends)})"
     return show(name, held.value(name))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coterie.report import quality
+from coterie.report import quality, survival
 from coterie.report.gains import interval
 from coterie.report.held_out import HeldOut
 from coterie.report.numbers import digits, show
@@ -21,6 +21,8 @@ def panels(held: Sequence[HeldOut], threshold: float) -> list[Panel]:
     main = held[0]
     if main.task == "regression":
         return [_scatter(main), _errors(held)]
+    if main.task == "survival":
+        return survival.panels(main)
     if main.task == "multiclass":
         return [_confusion(main), _calibration_panel(held[:1])]
     return [_roc_panel(held, threshold), _calibration_panel(held), _thresholds_panel(main, threshold)]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 
 import numpy as np
 
+from coterie._core import systems
 from coterie.data.grouping import names_of
 from coterie.models.metrics import find
 from coterie.models.table_models import TABLE_MODELS
 from coterie.report.facts import RunFacts
-from coterie.report.gains import Scores
+from coterie.report.gains import Scores, same_rows
 from coterie.report.numbers import count, listed, show, size
 from coterie.select.verdict import Verdict
 
@@ -68,6 +68,7 @@ def sentences(
         _setting(main),
         _quality(main),
         *_gain(main, scores, alone),
+        *guard(main),
         _price(main),
         *_refitted(main),
         *_trouble(main),
@@ -132,9 +133,14 @@ def _gain(run: RunFacts, scores: Scores, alone: RunFacts | None) -> list[str]:
     if alone is None or scores.verdict is None:
         return [missing_baseline(run)]
     text = scores.verdict.sentence(run.label, "training alone")
-    if alone.rows_hash != run.rows_hash:
-        text += " The run that trained alone used another split of the rows: single clients are compared less exactly."
+    if not same_rows(run, alone):
+        text += " The run that trained alone was tested on other rows, so the two are compared less exactly."
     return [text]
+
+
+def guard(run: RunFacts) -> list[str]:
+    """Say who keeps a model of its own, and what that saved and cost."""
+    return [] if run.guard is None or "text" not in run.guard else [run.guard["text"]]
 
 
 def missing_baseline(run: RunFacts) -> str:
@@ -222,12 +228,18 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
         "--target",
         _quoted(data["target"]),
     ]
+    if data.get("event"):
+        parts += ["--event", _quoted(data["event"])]
+    if data.get("time"):
+        parts += ["--time", _quoted(data["time"])]
     for column in names_of(data.get("cluster")):
         parts += ["--cluster", _quoted(column)]
     if data.get("task"):
         parts += ["--task", _quoted(data["task"])]
     for column in data.get("drop", []):
         parts += ["--drop", _quoted(column)]
+    for column in data.get("keep", []):
+        parts += ["--keep", _quoted(column)]
     if data.get("split") and list(data["split"]) != [0.6, 0.2, 0.2]:
         parts += ["--split", ",".join(map(str, data["split"]))]
     parts += ["--rounds", str(plan["rounds"]), "--seed", str(federation["seed"])]
@@ -254,4 +266,4 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
 
 def _quoted(value: object) -> str:
     """Quote a value for the shell."""
-    return shlex.quote(str(value))
+    return systems.quoted([str(value)])
