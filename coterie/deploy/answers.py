@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +142,11 @@ def _are_encoded(encoded: Any, call: Call, tensors: dict[str, Tensor]) -> bool:
 
 
 def require_counts(
-    rows: dict[str, Tensor], count: int, told: Tensor | None, split: tuple[float, float, float]
+    rows: dict[str, Tensor],
+    count: int,
+    told: Tensor | None,
+    split: tuple[float, float, float] | None,
+    before: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Raise `WireError` unless these are the numbers of rows of `count` clients that follow from what the node told.
 
@@ -154,7 +159,9 @@ def require_counts(
     told
         How many rows each client has in all, if the node told before.
     split
-        Shares of training, validation and test rows.
+        Shares of training, validation and test rows; None where these are not shares of rows.
+    before
+        Numbers of rows before some of those held out joined the training rows; None if none did.
     """
     if rows.keys() != {"train", "validation", "test"}:
         raise wire.WireError("malformed row counts")
@@ -168,8 +175,17 @@ def require_counts(
     whole = rows["train"] + rows["validation"] + rows["test"]
     if told is not None and not torch.equal(whole, told):
         raise wire.WireError("its row counts are not those that it told at the start")
-    if any(not torch.equal(rows[name], size) for name, size in split_sizes(whole, split).items()):
+    if split is not None and any(
+        not torch.equal(rows[name], size) for name, size in split_sizes(whole, split).items()
+    ):
         raise wire.WireError("its row counts are not those of the split")
+    if before is not None and any(
+        not bool(((rows[name] == size) | (rows[name] == 0)).all())
+        or not torch.equal(whole, torch.stack(list(before.values())).sum(0))
+        for name, size in before.items()
+        if name != "train"
+    ):
+        raise wire.WireError("its row counts are not those that it had, with more of them in training")
 
 
 def _floats(shape: Any) -> int:
@@ -184,6 +200,7 @@ def check(
     model: Model,
     sums: int = 0,
     held: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> Reply:
     """Check a node's reply to a call.
 
@@ -203,6 +220,8 @@ def check(
         Numbers that the asked metrics take for each client.
     held
         Whether the node keeps the values, to add them up later.
+    dtype
+        The type of parameters in this run; sums of metrics may be double precision always.
 
     Returns
     -------
@@ -236,8 +255,8 @@ def check(
         value.numel() == visits * d and value.shape != (visits, d) for value in named.values()
     ):
         raise wire.WireError(f"reply rejected: a vector of {d} numbers has one axis")
-    if any(value.dtype != torch.float64 for name, value in named.items() if name not in encoded):
-        raise wire.WireError("reply rejected: values that are not double precision")
+    if any(value.dtype not in (dtype, torch.float64) for name, value in named.items() if name not in encoded):
+        raise wire.WireError(f"reply rejected: values that are not {wire.NAMES[dtype]}")
     if good is not None and (good.dtype != torch.bool or good.shape != (visits,)):
         raise wire.WireError("reply rejected: malformed mask of good visits")
     return Reply(visits, named, good, encoded, stamp)

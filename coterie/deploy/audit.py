@@ -10,12 +10,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from coterie._core import systems
+from coterie._core import files
 from coterie._core.errors import CoterieError, RunError
 from coterie._core.printable import printable
 
@@ -63,21 +62,9 @@ class AuditLog:
         head = _hash(content)
         line = json.dumps({**content, "hash": head}, sort_keys=True) + "\n"
         try:
-            descriptor = systems.open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                size = os.fstat(descriptor).st_size
-                try:
-                    if os.write(descriptor, line.encode()) != len(line.encode()):
-                        raise OSError("no space left for a whole line")
-                    if self.sync:
-                        systems.flush(descriptor)
-                except OSError:
-                    os.ftruncate(descriptor, size)  # no half line: the log stays readable
-                    raise
-            finally:
-                os.close(descriptor)
+            files.append(self.path, line.encode(), self.sync)  # no half line: the log stays readable
         except OSError as problem:
-            raise AuditError(f"{self.path} cannot be written ({problem.strerror or problem})") from None
+            raise AuditError(f"{self.path} cannot be written ({problem.strerror or problem})") from problem
         self.entries, self.head = self.entries + 1, head
         return head
 

@@ -34,11 +34,8 @@ def require(told: Any) -> None:
     """Raise `WireError` unless this is a description that `federated.describe` can have made."""
     if not isinstance(told, dict):
         raise WireError("malformed description of its table")
-    clients, rows, clusters = told.get("clients"), told.get("rows"), told.get("clusters")
-    if not isinstance(clients, list) or not _plain(clients, MOST_CLIENTS) or not clients:
-        raise WireError("malformed names of clients")
-    if not isinstance(rows, list) or len(rows) != len(clients) or not all(_is_size(size) for size in rows):
-        raise WireError("malformed numbers of rows")
+    require_clients(told)
+    clients, rows, clusters = told["clients"], told["rows"], told.get("clusters")
     if clusters is not None and (not _texts(clusters) or len(clusters) != len(clients)):
         raise WireError("malformed clusters")
     columns = told.get("columns")
@@ -46,23 +43,32 @@ def require(told: Any) -> None:
         raise WireError("malformed columns")
     if not all(_texts(column) and len(column) == 2 and column[1] in KINDS for column in columns):
         raise WireError("malformed columns")
-    if not _plain([name for name, _ in columns], MOST_COLUMNS):
+    if not plain([name for name, _ in columns], MOST_COLUMNS):
         raise WireError("malformed names of columns")
     target = told.get("target")
     if not isinstance(target, dict) or target.get("kind") not in ("quantity", "words", "whole"):
         raise WireError("malformed target")
     if target["kind"] != "quantity":
         levels = target.get("levels")
-        if not isinstance(levels, list) or not levels or not _plain(levels, min(MOST_LEVELS, sum(rows))):
+        if not isinstance(levels, list) or not levels or not plain(levels, min(MOST_LEVELS, sum(rows))):
             raise WireError("malformed classes of the target")
     _require_words(told)
+
+
+def require_clients(told: Mapping[str, Any]) -> None:
+    """Raise `WireError` unless a node names clients and says how many rows each has."""
+    clients, rows = told.get("clients"), told.get("rows")
+    if not isinstance(clients, list) or not plain(clients, MOST_CLIENTS) or not clients:
+        raise WireError("malformed names of clients")
+    if not isinstance(rows, list) or len(rows) != len(clients) or not all(_is_size(size) for size in rows):
+        raise WireError("malformed numbers of rows")
 
 
 def _require_words(told: Mapping[str, Any]) -> None:
     """Raise `WireError` for levels, missing columns or fixed encodings that no node has."""
     levels, missing, fixed = told.get("levels", {}), told.get("missing", []), told.get("fixed", {})
     if not isinstance(levels, dict) or not all(
-        isinstance(some, list) and _plain(some, MOST_LEVELS) for some in levels.values()
+        isinstance(some, list) and plain(some, MOST_LEVELS) for some in levels.values()
     ):
         raise WireError("malformed levels of columns")
     if not _texts(missing) or not isinstance(fixed, dict):
@@ -89,7 +95,7 @@ def agreed(
         Receives remarks about nodes.
     """
     left = dict(told)
-    for reasons in (_twice, _too_many, _other_target, _other_columns):
+    for reasons in (twice, too_many, _other_target, _other_columns):
         for name, why in reasons(left, nodes, roles).items():
             note(f"{name} is left out: {why}")
             del left[name]
@@ -98,7 +104,7 @@ def agreed(
     return left
 
 
-def _twice(told: Mapping[str, Any], nodes: Mapping[str, Sequence[str]], roles: Roles) -> dict[str, str]:
+def twice(told: Mapping[str, Any], nodes: Mapping[str, Sequence[str]], roles: Roles) -> dict[str, str]:
     """Return nodes with a client of another node, unless the federation lists the client for them."""
     counts = Counter(client for description in told.values() for client in description["clients"])
     twice = {client for client, count in counts.items() if count > 1}
@@ -111,7 +117,8 @@ def _twice(told: Mapping[str, Any], nodes: Mapping[str, Sequence[str]], roles: R
     }
 
 
-def _too_many(told: Mapping[str, Any], nodes: Mapping[str, Sequence[str]], roles: Roles) -> dict[str, str]:
+def too_many(told: Mapping[str, Any], nodes: Mapping[str, Sequence[str]], roles: Roles) -> dict[str, str]:
+    """Return nodes that claim far more rows or clients than the others."""
     found = {}
     for what, many, count in (
         ("rows", MANY_ROWS, lambda description: sum(description["rows"])),
@@ -255,7 +262,8 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) and is_plain(item) for item in value)
 
 
-def _plain(names: list[Any], most: int) -> bool:
+def plain(names: list[Any], most: int) -> bool:
+    """Return True if these are at most so many different, printable names."""
     return len(names) <= most and _texts(names) and len(set(names)) == len(names)
 
 

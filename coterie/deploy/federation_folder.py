@@ -7,7 +7,7 @@ import importlib
 import ipaddress
 import os
 import secrets
-import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -23,7 +23,7 @@ from coterie._core import extras, files, systems
 from coterie._core.errors import RunError, SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.data.federated import Roles
-from coterie.deploy import audit, flower_link, keys, membership
+from coterie.deploy import audit, flower_link, keys, live_page, membership
 from coterie.deploy import policy as policies
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import QUIET, missing
@@ -31,13 +31,16 @@ from coterie.deploy.flower_node import Link
 from coterie.deploy.gate import MOST_BYTES
 from coterie.deploy.identity import Identity
 from coterie.deploy.job import NOTES, PROGRESS, JobRequest
+from coterie.deploy.logs import JobWatcher, Log
 from coterie.deploy.membership import CONFIG, NODE_CONFIG, Roster, require_name
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.policy import Policy
+from coterie.models.installed import install
 from coterie.train.folder import RunFolder
 
 TOKEN, OBSERVER = "operator.token", "observer.token"
 PORT = 8765
+FULL = 1 << 20  # bytes; a disk with less is full
 STARTS_WITHIN = 90.0  # seconds for the SuperLink to start a run
 
 
@@ -86,6 +89,11 @@ class FederationFolder:
         )
 
     @property
+    def kind(self) -> str:
+        """What the nodes have: "table", "images" or "texts"."""
+        return str(self.config["data"].get("kind", "table"))
+
+    @property
     def token(self) -> str:
         """The operator's token; raise `SettingError` if others can read its file."""
         return self._token(TOKEN)
@@ -98,7 +106,7 @@ class FederationFolder:
     def _token(self, name: str) -> str:
         path = self.path / "server" / name
         keys.require_private(path)
-        return path.read_text().strip()
+        return path.read_text(encoding="ascii").strip()
 
     def job(self, name: str | None) -> Path:
         """Return the job folder of a run, by default the newest."""
@@ -136,6 +144,7 @@ def init(
     hosts: Sequence[str] = (),
     port: int = PORT,
     days: float = keys.VALID_DAYS,
+    kind: str = "table",
 ) -> FederationFolder:
     """Create a federation folder with certificates, keys and scripts, or add nodes to an existing one.
 
@@ -151,6 +160,8 @@ def init(
         Host names and addresses under which nodes reach the server, and its port.
     days
         How long certificates are valid.
+    kind
+        What the nodes have: "table", "images" or "texts".
     """
     for name in nodes:
         require_name(name)
@@ -173,6 +184,7 @@ def init(
     data = {
         name: list(value) if isinstance(value, tuple) else value for name, value in roles.to_json().items()
     }
+    data |= {} if kind == "table" else {"kind": kind}
     config = {"server": {"host": hosts[0], "port": port}, "data": data, "nodes": {}}
     files.write_toml(path / CONFIG, config)
     folder = _add_nodes(FederationFolder(path), nodes, days)
@@ -200,7 +212,7 @@ def _add_nodes(
 
 
 def _script(folder: Path, words: Sequence[str]) -> None:
-    name, content = systems.script(shlex.join(["coterie", *words]))
+    name, content = systems.script(["coterie", *words])
     files.write_text(folder / name, content)
     (folder / name).chmod(0o700)
 
@@ -239,7 +251,12 @@ def require_loopback(host: str) -> None:
 
 
 def serve(
-    folder: FederationFolder, host: str, port: int | None, insecure: bool, log: Callable[[str], None]
+    folder: FederationFolder,
+    host: str,
+    port: int | None,
+    insecure: bool,
+    log: Log,
+    page: int | None = None,
 ) -> None:
     """Run the SuperLink until it is stopped, and register the nodes' keys once it listens.
 
@@ -252,7 +269,9 @@ def serve(
     insecure
         Leave TLS out, which is allowed on this machine only.
     log
-        Receives a message when nodes may connect.
+        Receives a message when nodes may connect, and what happens in runs.
+    page
+        Port of the page on this machine; None takes the one after the server's, 0 serves none.
     """
     if insecure:
         require_loopback(host)
@@ -274,6 +293,9 @@ def serve(
         log(f"warning: {warning}")
     membership.log(folder.path, what="server started", host=host, port=folder.port, insecure=insecure)
     threading.Thread(target=register, daemon=True).start()
+    log.take_over()
+    JobWatcher(folder.path.resolve() / "jobs", log).start()
+    live_page.show(folder, insecure, log, page)
     most = int(folder.config["server"].get("most_megabytes", MOST_BYTES >> 20)) << 20
     flower_link.serve(
         (folder.path / "server").resolve(),
@@ -296,6 +318,7 @@ def serve_node(
     log: Callable[[str], None],
     state: Path | None = None,
     approve: bool = False,
+    models: Sequence[Path] = (),
 ) -> None:
     """Run a node: answer the server for as long as this process lives.
 
@@ -304,7 +327,7 @@ def serve_node(
     folder
         The node's own folder, with its key and node.toml.
     source, client
-        The node's table, and whose rows they are where it has no client column.
+        The node's table, images or texts, and whose they are where they do not say.
     server
         host:port of the server; None reads node.toml.
     insecure
@@ -315,7 +338,11 @@ def serve_node(
         Folder for the state of clients; by default `state` in the node's folder.
     approve
         Let every run wait for the owner's approval, whatever policy.toml says.
+    models
+        Python files with networks and folders of language models that runs may name, as far as the policy allows.
     """
+    for path in models:
+        install(path)
     policy = Policy.read(policy_path(folder))
     policy = dataclasses.replace(policy, approve=policy.approve or approve)
     config = files.read_toml(folder / NODE_CONFIG)
@@ -407,7 +434,7 @@ def start(
         dict(plan),
         folder.roles.to_json(),
         folder.nodes,
-        **more,
+        **{"data": folder.kind, **more},
     ).write(job)
     membership.log(folder.path, what="run", job=name, algorithm=algorithm.name)
     submit(folder, [job], insecure)
@@ -460,10 +487,20 @@ def follow(
             raise RunError(f"the run failed: {told.get('error')}")
         if state != "waiting" and not systems.is_alive(told["pid"]) and progress(job) == told:
             resume = f"coterie federate run {job.parent.parent} --resume {job.name}"
-            raise RunError(f"the run was interrupted after round {told['round']}. Go on with: {resume}")
+            raise RunError(
+                f"the run was interrupted after round {told['round']}.{_full(job)} Go on with: {resume}"
+            )
         if state == "waiting" and time.monotonic() - began > limit:
-            raise RunError(f"the SuperLink has not started the run within {limit:g} s; check its output")
+            raise RunError(
+                f"the SuperLink has not started the run within {limit:g} s; check its output.{_full(job)}"
+            )
         time.sleep(0.2)
+
+
+def _full(job: Path) -> str:
+    """Return a sentence about a disk that is full, or nothing."""
+    full = job.exists() and shutil.disk_usage(job).free < FULL
+    return f" The disk with {job} is full: make room." if full else ""
 
 
 def progress(job: Path) -> dict[str, Any]:

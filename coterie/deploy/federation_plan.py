@@ -18,7 +18,7 @@ from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, Statistics
 from coterie.data.split import split_sizes
 from coterie.data.table_source import TableSource
-from coterie.deploy import descriptions, secure_statistics, wire
+from coterie.deploy import array_plan, descriptions, secure_statistics, wire
 from coterie.deploy.answers import explain
 from coterie.deploy.remote import PATIENCE, Place, RemoteRuntime, Setup
 from coterie.deploy.secure_sums import SumCaller
@@ -29,7 +29,9 @@ from coterie.engine.from_table import SPLIT, encoded
 from coterie.engine.privacy import Privacy
 from coterie.engine.private_statistics import SHARE
 from coterie.models.description import description, from_description
-from coterie.models.table_models import table_model
+from coterie.models.installed import describe_installed, make_installed
+from coterie.models.signature import signature
+from coterie.models.table_models import TABLE_MODELS, table_model
 from coterie.train.predict import fitted_to
 
 FEDERATED = "federated"  # marks the data of a run that a resume cannot read from a file
@@ -52,7 +54,13 @@ class RunRequest:
     model : dict or None
         Description of the model to train, if the method brings its own.
     kind : str
-        Which built-in model for tables to train otherwise: a key of `TABLE_MODELS`.
+        Which model to train otherwise: a built-in one for these data, or one that is installed here and at nodes.
+    data : str
+        What the nodes have: "table", "images" or "texts".
+    settings : dict or None
+        Settings of the model.
+    context : int
+        Tokens that are predicted per row of texts.
     proposal : dict or None
         The algorithm, its settings and the rounds, which owners of nodes see before they approve a run.
     secure : bool
@@ -67,6 +75,9 @@ class RunRequest:
     l2: float | None = None
     model: dict[str, Any] | None = None
     kind: str = "linear"
+    data: str = "table"
+    settings: dict[str, Any] | None = None
+    context: int = 64
     proposal: dict[str, Any] | None = None
     secure: bool = False
     privacy: dict[str, Any] | None = None
@@ -87,7 +98,9 @@ class FederationPlan:
     nodes : dict of str to list of int
         Clients of each node, in the node's own order.
     preprocessor, model
-        The shared encoding and the model, as JSON.
+        The shared encoding and the model, as JSON; None instead of an encoding for images and texts.
+    classes : list of str
+        Classes of images.
     clusters, cluster_names
         Known clusters of the clients, where there are any.
     warnings : list of str
@@ -100,12 +113,13 @@ class FederationPlan:
     request: RunRequest
     names: list[str]
     nodes: dict[str, list[int]]  # clients of each node, in its own order
-    preprocessor: str
+    preprocessor: str | None
     model: dict[str, Any]
     clusters: list[int] | None
     cluster_names: list[str] | None
     warnings: list[str]
     rows: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # told by nodes, in their own order
+    classes: list[str] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -153,7 +167,9 @@ def survey(
         No node answered.
     """
     answers = _greeted(caller, sorted(nodes), greeting(run, request), patience)
-    told = descriptions.agreed(_told(caller, answers), nodes, request.roles, caller.note)
+    told = _told(caller, answers, request.data)
+    agreed = descriptions.agreed if request.data == "table" else array_plan.agreed
+    told = agreed(told, nodes, request.roles, caller.note)
     if not told:
         raise RunError(
             f"none of {len(nodes)} nodes answered within {patience:g} s. Start them with `coterie federate node`, and "
@@ -175,14 +191,24 @@ def survey(
     names = federated.client_order(clients)
     number = {name: k for k, name in enumerate(names)}
     ids = {node: [number[name] for name in mine] for node, mine in clients.items()}
+    rows = {node: description["rows"] for node, description in told.items()}
+    if request.data != "table":
+        made, classes = array_plan.model(
+            told, request.kind, request.settings or {}, request.l2, request.context
+        )
+        return FederationPlan(run, request, names, ids, None, made, None, None, [], rows, classes)
     spec = federated.merge(told, request.roles)
-    wanted = (
-        table_model(request.kind, spec.task, request.l2)
-        if request.model is None
-        else from_description(request.model)
-    )
+    described = request.model
+    if described is not None:
+        wanted = from_description(described)
+    elif request.kind in TABLE_MODELS:
+        wanted = table_model(request.kind, spec.task, request.l2)
+    else:
+        wanted = make_installed(request.kind, **(request.settings or {}))
     preprocessor, model = encoded(spec, _sums(caller, told, ids, request, spec, run), wanted)
     model = fitted_to(model, preprocessor)
+    named = described is None and request.kind not in TABLE_MODELS
+    made = describe_installed(request.kind, request.settings or {}, model) if named else description(model)
     codes, cluster_names = _clusters(told, clients, names, request.roles)
     return FederationPlan(
         run,
@@ -190,17 +216,19 @@ def survey(
         names,
         ids,
         preprocessor.to_json(),
-        description(model),
+        made,
         codes,
         cluster_names,
         list(spec.warnings),
-        {node: description["rows"] for node, description in told.items()},
+        rows,
     )
 
 
 def greeting(run: str, request: RunRequest) -> dict[str, Any]:
     """Return the header of the first message of a run: what it will do, for nodes whose owners approve runs."""
     header: dict[str, Any] = {"kind": "hello", "run": run, "roles": request.roles.to_json()}
+    if request.data != "table":
+        header["data"] = request.data
     if request.secure or request.privacy is not None:
         header["secure"] = True
     return header if request.proposal is None else {**header, "proposal": request.proposal}
@@ -243,7 +271,8 @@ def connect(
     settings = {
         "algorithm": {"name": algorithm.name, "settings": algorithm.settings()},
         "model": plan.model,
-        "preprocessor": plan.preprocessor,
+        "signature": signature(model),
+        **_about_rows(plan),
     }
     if secure:
         settings["sums"] = {"secure": True}
@@ -251,12 +280,15 @@ def connect(
         assert privacy is not None
         settings["privacy"] = {**privacy.to_json(), "clients": n}
     hello = greeting(plan.run, request)
-    setup = Setup(plan.run, request.roles.to_json(), request.seed, request.split, model, settings, hello)
+    dtype = torch.float64 if plan.preprocessor is not None else torch.float32
+    setup = Setup(
+        plan.run, request.roles.to_json(), request.seed, request.split, model, settings, hello, dtype
+    )
     places = []
     for name, mine in plan.nodes.items():
         ids = torch.tensor(mine, dtype=torch.long)
         own = [plan.names[k] for k in mine]
-        told = torch.tensor(plan.rows[name]) if name in plan.rows else None
+        told = torch.tensor(plan.rows[name]) if name in plan.rows and request.data != "texts" else None
         places.append(Place(name, ids, own, None if clusters is None else clusters[ids], told))
     remote = RemoteRuntime(caller, places, setup, n)
     rows = {split: torch.zeros(n, dtype=torch.long) for split in ("train", "validation", "test")}
@@ -265,18 +297,9 @@ def connect(
             rows[split][ids] = count
     if not any(place.here for place in remote.places):
         raise RunError("no node could open this run; the notes above say why")
-    paid = (
-        {}
-        if request.privacy is None
-        else {"paid": [SHARE * request.privacy[part] for part in ("epsilon", "delta")]}
-    )
-    options = {
-        **request.roles.to_json(),
-        **paid,
-        "drop": list(request.roles.drop),
-        "split": list(request.split),
-        FEDERATED: True,
-    }
+    source = None
+    if plan.preprocessor is not None:
+        source = TableSource(_options(plan), Preprocessor.from_json(plan.preprocessor), plan.warnings)
     return Federation(
         remote,
         model=model,
@@ -285,11 +308,35 @@ def connect(
         clusters=clusters,
         cluster_names=plan.cluster_names,
         seed=request.seed,
-        dtype=torch.float64,
+        dtype=dtype,
         device="cpu",
         dropout=dropout,
-        table=TableSource(options, Preprocessor.from_json(plan.preprocessor), plan.warnings),
+        table=source,
     )
+
+
+def _about_rows(plan: FederationPlan) -> dict[str, Any]:
+    """Return what nodes have to know to make rows of what they have."""
+    if plan.preprocessor is not None:
+        return {"preprocessor": plan.preprocessor}
+    return {"classes": plan.classes} if plan.request.data == "images" else {"context": plan.request.context}
+
+
+def _options(plan: FederationPlan) -> dict[str, Any]:
+    """Return how the tables were read, as a run folder records it."""
+    request = plan.request
+    paid = (
+        {}
+        if request.privacy is None
+        else {"paid": [SHARE * request.privacy[part] for part in ("epsilon", "delta")]}
+    )
+    return {
+        **request.roles.to_json(),
+        **paid,
+        "drop": list(request.roles.drop),
+        "split": list(request.split),
+        FEDERATED: True,
+    }
 
 
 def promised(privacy: Privacy | None, secure: bool) -> Privacy | None:
@@ -316,14 +363,17 @@ def _greeted(
     return answers
 
 
-def _told(caller: NodeCaller, answers: Mapping[str, wire.WireError | Envelope]) -> dict[str, Any]:
+def _told(caller: NodeCaller, answers: Mapping[str, wire.WireError | Envelope], data: str) -> dict[str, Any]:
     """Return what the nodes told of themselves; leave out those whose answers cannot be read."""
     told = {}
     for name, envelope in answers.items():
         try:
             if isinstance(envelope, wire.WireError):
                 raise envelope
-            descriptions.require(envelope[0].get("told"))
+            if data == "table":
+                descriptions.require(envelope[0].get("told"))
+            else:
+                array_plan.require(envelope[0].get("told"), data)
             told[name] = envelope[0]["told"]
         except Exception as problem:
             caller.note(f"{name} is left out: {explain(problem)}")

@@ -6,7 +6,7 @@ The app bundle names `coterie.deploy.flower:server` and `...:client` and contain
 from __future__ import annotations
 
 import hashlib
-import importlib
+import os
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -20,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from coterie._core.errors import RunError
 from coterie.deploy import audit, keys
+from coterie.deploy import flower_private as private
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import leave_with_parent
 from coterie.deploy.flower_node import BYTES, KIND, PARCEL, content, pulled, reply_to
@@ -28,8 +29,9 @@ from coterie.deploy.job import work
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.policy import Policy
 from coterie.deploy.transport import Undelivered
+from coterie.models.installed import install
 
-http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")  # one of its names is replaced
+http_grid: Any = private.http_grid  # one of its names is replaced
 client = ClientApp()
 server = ServerApp()
 
@@ -59,6 +61,9 @@ def query(message: Message, context: Context) -> Message:
     config = context.node_config
     who = str(config["client"]) if config.get("client") else None
     state = Path(str(config["state"]))
+    for path in str(config.get("models") or "").split(os.pathsep):
+        if path:
+            install(path)
     policy, log = Policy.read(Path(str(config["policy"]))), AuditLog(state / audit.FILE)
     service = NodeService(str(config["data"]), state, who, policy=policy, audit=log)
     reply: Message = reply_to(message, service.answer(content(message)))
@@ -145,64 +150,62 @@ class Operator:
     def register(self, public_keys: Mapping[str, Path]) -> None:
         """Register the public keys of nodes, and remove keys that are no longer among them."""
         import httpx
-        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 
         with self._control() as control:
-            known = {node.public_key: node for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            known = {
+                node.public_key: node for node in control.ListNodes(private.ListNodesRequest()).nodes_info
+            }
             wanted = {keys.public_bytes(path): name for name, path in public_keys.items()}
             for key in known.keys() - wanted.keys():
-                control.UnregisterNode(UnregisterNodeRequest(node_id=known[key].node_id))
+                control.UnregisterNode(private.UnregisterNodeRequest(node_id=known[key].node_id))
             for key, name in wanted.items():
                 if key not in known:
                     try:
-                        control.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+                        control.RegisterNode(private.RegisterNodeRequest(public_key=key, name=name))
                     except httpx.HTTPStatusError as problem:
                         if "already in use" not in problem.response.text:  # somebody else was quicker
                             raise
 
     def start(self, app: Path, jobs: list[Path]) -> int:
         """Start a run of these jobs and return its number."""
-        from flwr.cli.build import build_fab_from_disk
-        from flwr.common.serde import fab_to_proto, user_config_to_proto
-        from flwr.proto.control_pb2 import StartRunRequest
-        from flwr.supercore.fab import Fab
-
         with warnings.catch_warnings():  # Flower uses a pattern of pathspec that is on its way out
             warnings.simplefilter("ignore", DeprecationWarning)
-            bundle = build_fab_from_disk(app)
-        fab = Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
-        config = user_config_to_proto({"jobs": "\n".join(str(job) for job in jobs)})
+            bundle = private.build_fab_from_disk(app)
+        fab = private.Fab(hashlib.sha256(bundle).hexdigest(), bundle, {})
+        config = private.user_config_to_proto({"jobs": "\n".join(str(job) for job in jobs)})
         with self._control() as control:
-            response = control.StartRun(StartRunRequest(fab=fab_to_proto(fab), override_config=config))
+            response = control.StartRun(
+                private.StartRunRequest(fab=private.fab_to_proto(fab), override_config=config)
+            )
         if not response.HasField("run_id"):
             raise RunError("the SuperLink did not start the run")
         return int(response.run_id)
 
     def nodes(self) -> dict[str, str]:
         """Return the state of every registered node by name, such as "online"."""
-        from flwr.proto.control_pb2 import ListNodesRequest
-
         with self._control() as control:
-            return {node.name: str(node.status) for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            return {
+                node.name: str(node.status)
+                for node in control.ListNodes(private.ListNodesRequest()).nodes_info
+            }
 
     def stop(self, number: int) -> None:
         """Stop a run."""
-        from flwr.proto.control_pb2 import StopRunRequest
-
         with self._control() as control:
-            control.StopRun(StopRunRequest(run_id=number))
+            control.StopRun(private.StopRunRequest(run_id=number))
 
     @contextmanager
     def _control(self) -> Iterator[Any]:
         import httpx
-        from flwr.supercore.control import ControlHttpClient
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-        control = ControlHttpClient.from_server_address(
+        control = private.ControlHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.authority is None,
             root_certificates=None if self.authority is None else self.authority.read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI"), _Token(self.token)],
+            interceptors=[
+                private.RuntimeVersionHttpInterceptor(component_name="flwr CLI"),
+                _Token(self.token),
+            ],
         )
         try:
             yield control
@@ -224,7 +227,6 @@ class _Token:
         self.token = token
 
     def intercept(self, context: Any, call_next: Any) -> Any:
-        from flwr.supercore.interceptors.http.utils import add_headers
 
-        add_headers(context.request, {OPERATOR_HEADER: self.token})
+        private.add_headers(context.request, {OPERATOR_HEADER: self.token})
         return call_next(context)

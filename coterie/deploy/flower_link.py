@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import os
 import ssl
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from coterie._core import extras, systems
 from coterie._core.errors import CoterieError
+from coterie.deploy import flower_private as private
 from coterie.deploy import keys
 from coterie.deploy.gate import MOST_BYTES, Gate, Keys
 
@@ -62,11 +61,10 @@ def serve(
     sys.argv += ["--disable-runtime-dependency-installation"]
     try:
         import uvicorn
-        from flwr.superlink.main import create_app
 
         from coterie.deploy.patience import HEADER_BYTES, MOST_CONNECTIONS, PatientProtocol, PatientServer
 
-        superlink: Any = importlib.import_module("flwr.superlink.cli.flower_superlink")
+        superlink, create_app = private.superlink, private.create_app
     except ImportError as problem:
         raise missing(problem) from None
     superlink.get_popen_detach_kwargs = systems.apart  # Flower's would try to reach a dead parent for ever

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie._core.errors import CoterieError
+from coterie.deploy import flower_private as private
 from coterie.deploy import keys
 from coterie.deploy.flower_link import QUIET, missing
 
@@ -65,9 +66,15 @@ class Link:
                 raise
             except Exception as problem:
                 reason = _reason(problem)
+                if _is_refused(reason):
+                    raise Refused(
+                        f"the server at {self.address} refused this node's certificate, which has expired or is of "
+                        f"another federation ({reason}). Renew it: coterie federate join {self.key.parent} --renew"
+                    ) from None
                 if isinstance(problem, _tls_errors()) and _is_certificate(problem):
                     raise Refused(
-                        f"the certificate of the server at {self.address} was not issued by this federation: {problem}"
+                        f"the certificate of the server at {self.address} has expired, or was not issued by this "
+                        f"federation ({reason}). Its operator renews it: coterie federate renew-server DIR"
                     ) from None
                 if not waiting:
                     self.log(f"cannot connect to {self.address}, retrying: {reason}")
@@ -76,20 +83,17 @@ class Link:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Fleet]:
+        key, public = keys.load_node_key(self.key)
+        tls = None if self.authority is None else keys.tls_context(self.authority, self.key)
         try:
-            from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-            from flwr.supernode.fleet_http_client import FleetHttpClient
-            from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+            version = private.RuntimeVersionHttpInterceptor(component_name="SuperNode")
+            client = private.FleetHttpClient(
+                f"{'http' if tls is None else 'https'}://{self.address}",
+                interceptors=[version, private.NodeAuthHttpInterceptor(key, public)],
+                verify=False if tls is None else tls,
+            )
         except ImportError as problem:
             raise missing(problem) from None
-        private, public = keys.load_node_key(self.key)
-        version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
-        tls = None if self.authority is None else keys.tls_context(self.authority, self.key)
-        client = FleetHttpClient(
-            f"{'http' if tls is None else 'https'}://{self.address}",
-            interceptors=[version, NodeAuthHttpInterceptor(private, public)],
-            verify=False if tls is None else tls,
-        )
         with client:
             fleet = Fleet(client, _public(public), self.key.parent / NODE_ID)
             fleet.activate()
@@ -124,19 +128,17 @@ class Fleet:
     def activate(self) -> None:
         """Sign in. A node that was killed is still signed in, so it signs itself out first."""
         import httpx
-        from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
-        from flwr.proto.node_pb2 import Node
 
-        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
+        request = private.ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
         try:
             try:
                 response = self.client.ActivateNode(request)
             except httpx.HTTPStatusError:
                 if not self.remembered.exists():
                     raise
-                before = int(self.remembered.read_text())
+                before = int(self.remembered.read_text(encoding="ascii"))
                 with contextlib.suppress(httpx.HTTPStatusError):
-                    self.client.DeactivateNode(DeactivateNodeRequest(node_id=before))
+                    self.client.DeactivateNode(private.DeactivateNodeRequest(node_id=before))
                 response = self.client.ActivateNode(request)
         except httpx.HTTPStatusError as problem:
             if problem.response.status_code in (502, 503, 504):
@@ -146,30 +148,24 @@ class Fleet:
                 "does that with `coterie federate server`, which reads nodes/*/node.pub. If it is, a node that was "
                 "killed may still be signed in; try again in half a minute."
             ) from None
-        self.node = Node(node_id=response.node_id)
-        self.remembered.write_text(str(response.node_id))
+        self.node = private.Node(node_id=response.node_id)
+        self.remembered.write_text(str(response.node_id), encoding="ascii")
 
     def deactivate(self) -> None:
         """Sign out."""
-        from flwr.proto.fleet_pb2 import DeactivateNodeRequest
-
-        self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
+        self.client.DeactivateNode(private.DeactivateNodeRequest(node_id=self.node.node_id))
 
     def beat(self, stop: threading.Event) -> None:
         """Tell the server regularly that this node is alive, until `stop` is set."""
-        from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-
         while not stop.wait(HEARTBEAT / 2):
             with contextlib.suppress(Exception):
                 self.client.SendNodeHeartbeat(
-                    SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)
+                    private.SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)
                 )
 
     def answer_one(self, answer: Callable[[bytes], bytes]) -> bool:
         """Answer one message, and return whether there was one."""
-        from flwr.proto.fleet_pb2 import PullMessagesRequest
-
-        response = self.client.PullMessages(PullMessagesRequest(node=self.node))
+        response = self.client.PullMessages(private.PullMessagesRequest(node=self.node))
         if not response.messages_list:
             return False
         message = self._received(response.messages_list[0], response.message_object_trees[0])
@@ -179,56 +175,39 @@ class Fleet:
 
     def _received(self, announced: Any, tree: Any) -> Any:
         """Return the whole message, or None if it was withdrawn meanwhile."""
-        from flwr.common.serde import message_from_proto
-        from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-        from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-            make_confirm_message_received_fn_protobuf,
-            make_pull_object_fn_protobuf,
-        )
-        from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
-
-        about = message_from_proto(announced).metadata
-        pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, about.run_id)
-        ids = [part.object_id for part in iterate_object_tree(tree)]
+        about = private.message_from_proto(announced).metadata
+        pull = private.make_pull_object_fn_protobuf(self.client.PullObject, self.node, about.run_id)
+        ids = [part.object_id for part in private.iterate_object_tree(tree)]
         try:
             parts = pulled(ids, pull, about.ttl)
-        except ObjectPullError:
+        except private.ObjectPullError:
             return None
-        confirm = make_confirm_message_received_fn_protobuf(
+        confirm = private.make_confirm_message_received_fn_protobuf(
             self.client.ConfirmMessageReceived, self.node, about.run_id
         )
         confirm(about.message_id)
-        message: Any = inflate_object_from_contents(about.message_id, parts)
+        message: Any = private.inflate_object_from_contents(about.message_id, parts)
         message.metadata.__dict__["_message_id"] = about.message_id
         return message
 
     def _send(self, message: Any, answer: bytes) -> None:
-        from flwr.app.message import remove_content_from_message
-        from flwr.common.serde import message_to_proto
-        from flwr.proto.fleet_pb2 import PushMessagesRequest
-        from flwr.supercore.inflatable.inflatable_object import (
-            get_all_nested_objects,
-            get_object_tree,
-            no_object_id_recompute,
-        )
-        from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
 
         reply = reply_to(message, answer)
         reply.metadata.__dict__["_message_id"] = reply.object_id
-        with no_object_id_recompute():
+        with private.no_object_id_recompute():
             response = self.client.PushMessages(
-                PushMessagesRequest(
+                private.PushMessagesRequest(
                     node=self.node,
-                    messages_list=[message_to_proto(remove_content_from_message(reply))],
-                    message_object_trees=[get_object_tree(reply)],
+                    messages_list=[private.message_to_proto(private.remove_content_from_message(reply))],
+                    message_object_trees=[private.get_object_tree(reply)],
                     clientapp_runtime_list=[0.0],
                 )
             )
             wanted = set(response.objects_to_push)
-            push = make_push_object_fn_protobuf(
+            push = private.make_push_object_fn_protobuf(
                 self.client.PushObject, self.node, message.metadata.run_id, response.session_id
             )
-            for name, part in get_all_nested_objects(reply).items():
+            for name, part in private.get_all_nested_objects(reply).items():
                 if name in wanted:
                     push(name, part.deflate())
 
@@ -238,9 +217,7 @@ def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: 
 
     Flower by itself looks again after a second, and for three minutes where a sender has stopped in the middle.
     """
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects
-
-    return pull_objects(
+    found: dict[str, bytes] = private.pull_objects(
         object_ids,
         pull_object_fn,
         max_time=wait,
@@ -248,6 +225,7 @@ def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: 
         initial_backoff=0.02,
         backoff_cap=0.25,
     )
+    return found
 
 
 PARCEL, BYTES, KIND = "coterie", "message", "query"
@@ -270,9 +248,9 @@ def reply_to(message: Any, answer: bytes) -> Any:
 
 
 def _public(key: Any) -> bytes:
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-    return public_key_to_bytes(key)
+    public: bytes = private.public_key_to_bytes(key)
+    return public
 
 
 def _tls_errors() -> tuple[type[Exception], ...]:
@@ -281,6 +259,12 @@ def _tls_errors() -> tuple[type[Exception], ...]:
     import httpx
 
     return (httpx.ConnectError, ssl.SSLError)
+
+
+def _is_refused(reason: str) -> bool:
+    """Return True if the other side ended TLS because of our certificate."""
+    text = reason.lower()
+    return "alert" in text and ("certificate" in text or "unknown ca" in text)
 
 
 def _is_certificate(problem: Exception) -> bool:

@@ -26,12 +26,17 @@ from coterie.algorithms.base import Algorithm
 from coterie.data.federated import Roles
 from coterie.deploy.audit import AuditLog, verify
 from coterie.deploy.policy import Policy
+from coterie.models.zoo import FACTORIES
 
 APPROVED, PROPOSALS = "approved", "proposals"
 MOST_LEVELS = 10_000  # levels of one column in an encoding
 MOST_CALLS = 1000  # in one round; round and call decide which rows are in a minibatch
 RUN = re.compile(r"[a-z0-9]{8,64}")
 SPLITS = ("train", "validation", "test")
+AGAIN = "refit"  # ends the name of a run that trains the models of another one again
+REFIT = ("none", "validation", "all")  # each lets more rows train
+FOUND = ("model", "features", "outputs", "classes")  # of a network; the node's own rows decide
+MOST_SIZES = 64  # entries of one setting of a model, such as widths of layers
 STEPS = ("histogram", "moments")  # of secure statistics
 
 
@@ -96,6 +101,8 @@ class Guard:
                 self._require_roles(header["roles"])
             if kind == "hello":
                 self._require_proposal(run, header)
+            if kind == "statistics" and policy.kind != "table":
+                raise Refusal(f"there are no statistics of {policy.kind}")
             if kind == "statistics":
                 self._require_approved(run, None)
                 entry["numbering"] = self._numbering(header, tensors)
@@ -103,6 +110,7 @@ class Guard:
             if kind == "open":
                 entry["numbering"] = self._numbering(header, tensors)
                 self._require_approved(run, header["setup"]["algorithm"])
+                self._require_refit(run, header["setup"].get("refit", "none"))
                 self._require_setup(header["setup"])
                 entry["algorithm"] = header["setup"]["algorithm"]["name"]
             if kind in ("call", "deploy", "score", "finish"):
@@ -142,7 +150,8 @@ class Guard:
         if run not in self.pending():
             raise CoterieError(f"no run {run!r} waits for approval")
         proposal = files.read_json(self.state / PROPOSALS / f"{run}.json")
-        files.write_text(self.state / APPROVED / run, _digest(proposal["algorithm"]) + "\n")
+        refit = str(proposal.get("refit", "none"))
+        files.write_text(self.state / APPROVED / run, f"{_digest(proposal['algorithm'])} {refit}\n")
         if self.audit is not None:
             self.audit.write(kind="approved", run=run)
 
@@ -158,6 +167,9 @@ class Guard:
                     problems.append(f"its phase {phase} reveals {word} and will be refused{perhaps}")
         except (CoterieError, KeyError, TypeError) as problem:
             problems.append(printable(problem))
+        refit = proposal.get("refit", "none")
+        if refit not in REFIT or REFIT.index(refit) > REFIT.index(self.policy.refit):
+            problems.append(f"{printable(refit, 30)} rows will not train (refit = {self.policy.refit!r})")
         rounds = proposal.get("rounds")
         if isinstance(rounds, int) and rounds > self.policy.rounds:
             problems.append(f"{rounds} rounds: at most {self.policy.rounds} are allowed")
@@ -270,7 +282,21 @@ class Guard:
     def _require_setup(self, setup: Mapping[str, Any]) -> None:
         policy = self.policy
         self._require_algorithm(setup["algorithm"])
-        encoding = json.loads(setup["preprocessor"])
+        if policy.kind == "table":
+            self._require_encoding(json.loads(setup["preprocessor"]))
+        elif policy.kind == "images":
+            self._require_classes(setup["classes"])
+        else:
+            self._require_setting("context", setup["context"])
+            if not _is_count(setup["context"]) or setup["context"] < 1:
+                raise Refusal("policy: a row has at least one token")
+        sums = setup.get("sums") or {}
+        if policy.secure and sums.get("secure") is not True:
+            raise Refusal("policy: answers leave in secure sums only; start the run with --secure")
+        self._require_model(setup["model"])
+
+    def _require_encoding(self, encoding: Mapping[str, Any]) -> None:
+        policy = self.policy
         self._require_spec(encoding["spec"])
         for scale in encoding["scales"]:
             if not all(math.isfinite(float(scale[name])) for name in ("mean", "sd")) or scale["sd"] < 0:
@@ -284,13 +310,34 @@ class Guard:
                 raise Refusal(f"policy: the encoding of {choice['name']!r} is fixed")
             if len(choice["levels"]) > MOST_LEVELS:
                 raise Refusal(f"policy: at most {MOST_LEVELS} levels")
-        sums = setup.get("sums") or {}
-        if policy.secure and sums.get("secure") is not True:
-            raise Refusal("policy: answers leave in secure sums only; start the run with --secure")
-        model = setup["model"]
+
+    def _require_classes(self, classes: Any) -> None:
+        if (
+            not isinstance(classes, list)
+            or not 0 < len(classes) <= MOST_LEVELS
+            or len(set(classes)) < len(classes)
+        ):
+            raise Refusal(f"policy: there are 1 to {MOST_LEVELS} different classes")
+
+    def _require_model(self, model: Mapping[str, Any]) -> None:
+        """Refuse models that the policy does not name, also inside others, and settings outside their range."""
+        policy = self.policy
         if policy.models is not None and model.get("model") not in policy.models:
             raise Refusal(f"policy: models are {', '.join(policy.models)}")
         self._require_setting("l2", model.get("l2", 0.0))
+        for inner in [*([model["base"]] if "base" in model else []), *model.get("bases", ())]:
+            self._require_model(inner)
+        own = dict(model.get("settings") or {})  # of a model that the owner installed
+        sizes = {name: value for name, value in model.items() if name not in FOUND}
+        for name, value in own.items() if own or model["model"] not in FACTORIES else sizes.items():
+            values = value if isinstance(value, list) else [value]
+            if len(values) > MOST_SIZES or any(isinstance(one, dict | list) for one in values):
+                raise Refusal(f"policy: {printable(name, 60)} is a number, a text or a few of them")
+            if name in own and name not in policy.settings and any(isinstance(one, str) for one in values):
+                raise Refusal(f"policy: {printable(name, 60)} is a text that [settings] does not list")
+            for one in values:
+                if one is not None:
+                    self._require_setting(name, one)
 
     def _require_algorithm(self, told: Mapping[str, Any]) -> None:
         name = told["name"]
@@ -340,18 +387,33 @@ class Guard:
             raise Refusal("policy: the owner approves every run, so a run has to say what it will do")
         told = {"roles": header["roles"], **proposal, "columns": self.policy.columns}
         path = self.state / PROPOSALS / f"{run}.json"
-        if not path.exists():
+        if not path.exists() and not run.endswith(AGAIN):
             files.write_json(path, {**told, "problems": self.fit(proposal)})
         self._require_approved(run, proposal["algorithm"])
 
     def _require_approved(self, run: str, algorithm: Mapping[str, Any] | None) -> None:
         if not self.policy.approve:
             return
-        path = self.state / APPROVED / run
-        if not path.exists():
+        if not (self.state / APPROVED / run.removesuffix(AGAIN)).exists():
             raise Pending("the owner of this node has not approved the run yet")
-        if algorithm is not None and path.read_text().strip() != _digest(algorithm):
+        if algorithm is not None and self._approved(run)[0] != _digest(algorithm):
             raise Refusal("policy: the owner approved another method or other settings for this run")
+
+    def _approved(self, run: str) -> tuple[str, str]:
+        """Return the digest of the method that the owner approved, and which rows may train after all."""
+        text = (self.state / APPROVED / run.removesuffix(AGAIN)).read_text(encoding="ascii")
+        digest, _, refit = text.strip().partition(" ")
+        return digest, refit or "none"
+
+    def _require_refit(self, run: str, which: Any) -> None:
+        """Refuse more rows in training than the policy allows and, where the owner approves runs, the owner."""
+        if which not in REFIT or run.endswith(AGAIN) != (which != "none"):
+            raise Refusal("a run trains on training rows, and a second time on 'validation' or 'all' rows")
+        allowed = [self.policy.refit, *([self._approved(run)[1]] if self.policy.approve else [])]
+        if REFIT.index(which) > min(map(REFIT.index, allowed)):
+            raise Refusal(
+                f"policy: {which} rows do not train here ([data] refit = {min(allowed, key=REFIT.index)!r})"
+            )
 
 
 def _digest(value: Any) -> str:

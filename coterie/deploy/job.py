@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import secrets
+import shutil
+import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +23,12 @@ from coterie.data.federated import Roles
 from coterie.deploy import audit, keys
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
+from coterie.deploy.live import Live
 from coterie.deploy.transport import NodeCaller
+from coterie.engine.from_table import SPLIT
+from coterie.engine.from_texts import SPLIT as TEXTS
 from coterie.models.description import description
+from coterie.models.installed import install
 from coterie.report.tables import run_notes, run_summary, run_table
 from coterie.train.fit import fit, resume
 from coterie.train.private import IN_PLAN, from_plan
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from coterie.train.run import Run
 
 REQUEST, PROGRESS, NOTES, SUMMARY = "request.json", "progress.json", "notes.txt", "summary"
+RESERVE, RESERVED = "reserve", 64 << 10  # a file, and its bytes, that leave room for progress and notes
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,15 @@ class JobRequest:
     l2 : float or None
         Ridge penalty of the model; None takes the default model.
     model : str
-        Built-in model for tables, such as 'mlp'.
+        Built-in model, such as 'mlp', or one that is installed here and at the nodes.
+    data : str
+        What the nodes have: "table", "images" or "texts".
+    models : list of str
+        Files and folders of models to install here.
+    model_settings : dict or None
+        Settings of the model.
+    context : int
+        Tokens that are predicted per row of texts.
     deadline : float
         Seconds to wait for the reply to a call.
     patience : float
@@ -75,6 +92,10 @@ class JobRequest:
     seed: int = 0
     l2: float | None = None
     model: str = "linear"
+    data: str = "table"
+    models: list[str] = field(default_factory=list)
+    model_settings: dict[str, Any] | None = None
+    context: int = 64
     deadline: float = 60.0
     patience: float = 60.0
     run: str = ""
@@ -93,7 +114,10 @@ class JobRequest:
 
 
 class Reporter:
-    """Writes the progress of a run into its job folder."""
+    """Writes the progress of a run into its job folder.
+
+    It keeps a small file there, which it gives up when the disk is full, so that there is room to say so.
+    """
 
     def __init__(self, job: Path, rounds: int) -> None:
         self.job = job
@@ -106,9 +130,27 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Add a line to the notes."""
-        with open(self.job / NOTES, "a", encoding="utf-8") as stream:
-            for line in text.splitlines():
-                stream.write(f"{time.strftime('%H:%M:%S')} {printable(line, 1000)}\n")
+        lines = [f"{time.strftime('%H:%M:%S')} {printable(line, 1000)}\n" for line in text.splitlines()]
+        files.append(self.job / NOTES, "".join(lines).encode(), sync=False)
+
+    def reserve(self) -> None:
+        """Keep room on the disk."""
+        files.write_with(self.job / RESERVE, lambda path: path.write_bytes(bytes(RESERVED)))
+
+    def release(self) -> None:
+        """Give up the room that was kept."""
+        (self.job / RESERVE).unlink(missing_ok=True)
+
+    def fail(self, error: str, story: str = "") -> None:
+        """Write why the run failed, as far as the disk lets one; the server's own output has it in any case."""
+        with contextlib.suppress(OSError):  # the output may be a file on the same disk
+            print(f"{self.job.name} failed: {printable(error, 1000)}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            self.release()
+        with contextlib.suppress(OSError, CoterieError):
+            self.state("failed", error=error)
+        with contextlib.suppress(OSError):
+            self.note(story or error)
 
 
 def work(job: Path, transport: Transport) -> None:
@@ -116,6 +158,7 @@ def work(job: Path, transport: Transport) -> None:
     request = JobRequest.read(job)
     reporter = Reporter(job, request.plan["rounds"])
     try:
+        reporter.reserve()
         reporter.state("gathering")
         log = AuditLog(job / audit.FILE, sync=False)
         caller = NodeCaller(transport, request.deadline, reporter.note)
@@ -124,12 +167,24 @@ def work(job: Path, transport: Transport) -> None:
         caller.audit = lambda node, entry: _write(log, node, entry)
         _work(job, request, reporter, caller)
     except CoterieError as problem:
-        reporter.note(str(problem))
-        reporter.state("failed", error=str(problem))
+        reporter.fail(_full(job, request) if files.disk_is_full(problem) else str(problem))
     except BaseException as problem:
-        reporter.note("".join(traceback.format_exception(problem)))
-        reporter.state("failed", error=f"{type(problem).__name__}: {problem}; see {job / NOTES}")
+        if files.disk_is_full(problem):
+            reporter.fail(_full(job, request))
+            return
+        story = "".join(traceback.format_exception(problem))
+        reporter.fail(f"{type(problem).__name__}: {problem}; see {job / NOTES}", story)
         raise
+
+
+def _full(job: Path, request: JobRequest) -> str:
+    """Return what to do about a full disk: that of the job or that of the run, whichever has less room."""
+    there = [path for path in (job, Path(request.out)) if path.exists()]
+    place = min(there, key=lambda path: shutil.disk_usage(path).free)
+    return (
+        f"the disk with {place} is full. The run is kept up to its last checkpoint: make room there, then go on with: "
+        f"coterie federate run {job.parents[1]} --resume {job.name}"
+    )
 
 
 def _write(log: AuditLog, node: str, entry: dict[str, Any]) -> None:
@@ -140,19 +195,26 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     algorithm = make(request.algorithm["name"], **request.algorithm["settings"])
     out = Path(request.out)
     known, privacy = job / "plan.json", from_plan(request.plan)
+    for path in request.models:
+        install(path)
     if known.exists():
         plan = FederationPlan.from_json(files.read_json(known))
     else:
         own = algorithm.own_model(request.plan["rounds"])
         model = request.described or (None if own is None else description(own))
         proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
+        proposal |= {"refit": request.plan["refit"]} if request.plan.get("refit", "none") != "none" else {}
         roles = Roles.from_json(request.roles)
         wishes = RunRequest(
             roles,
             request.seed,
-            l2=request.l2,
-            model=model,
-            kind=request.model,
+            TEXTS if request.data == "texts" else SPLIT,
+            request.l2,
+            model,
+            request.model,
+            request.data,
+            request.model_settings,
+            request.context,
             proposal=proposal,
             secure=request.secure,
             privacy=None if privacy is None else privacy.to_json(),
@@ -164,45 +226,64 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():
-        _finish_again(fed, out, reporter)
+        _finish_again(fed, out, reporter, request.plan.get("refit", "none"))
         return
+
+    live = Live(job, caller)
 
     def watch(t: int, rounds: int) -> None:
         here = len(plan.nodes) - len(caller.away)
         reporter.state("running", round=t, here=here, seconds=round(time.monotonic() - started, 3))
+        live.watch(t, rounds)
 
     started = time.monotonic()
     if (out / "config.toml").exists():
-        run = resume(out, fed, watch=watch)
+        run = resume(out, fed, watch=watch, track=live)
     else:
         options = {name: value for name, value in request.plan.items() if name not in IN_PLAN}
-        run = fit(fed, algorithm, out=out, watch=watch, privacy=privacy, **options)
+        run = fit(fed, algorithm, out=out, watch=watch, track=live, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)
+    if run.refitted is not None:
+        others = sorted(set(done) - set(run.refitted.runtime.finish(run.deployed_round, common)))
+        if others:
+            reporter.note(f"{', '.join(others)}: models of training rows only, not trained again")
     if len(done) < len(plan.nodes):
         away = sorted(set(plan.nodes) - set(done))
         reporter.note(f"{', '.join(away)} was away at the end of the run and has no models of it")
     _summarise(job, run)
-    reporter.state("finished", models_at=done)
+    _done(reporter, done)
 
 
-def _finish_again(fed: Federation, out: Path, reporter: Reporter) -> None:
+def _done(reporter: Reporter, nodes: list[str]) -> None:
+    reporter.release()
+    reporter.state("finished", models_at=nodes)
+
+
+def _finish_again(fed: Federation, out: Path, reporter: Reporter, refit: str) -> None:
     """Let nodes finish a run that is over, in case not all of them had heard of it."""
-    t = files.read_json(out / "result.json")["deployed_round"]
+    result = files.read_json(out / "result.json")
+    t, refitted = result["deployed_round"], result.get("trained_on", ["train"]) != ["train"]
     stored = out / "models" / "models.safetensors"
     common = files.read_tensors(stored)[0]["common"] if stored.exists() else None
-    reporter.state("finished", models_at=fed.runtime.finish(t, common))
+    if not (reporter.job / f"{SUMMARY}.json").exists():
+        _summarise(reporter.job, resume(out, fed))
+    done = fed.runtime.finish(t, common)
+    if refitted:
+        fed.runtime.reopened(refit)[0].finish(t, common)
+    _done(reporter, done)
 
 
 def _summarise(job: Path, run: Run) -> None:
     """Write what a local run prints, as text and as JSON."""
     from rich.console import Console
 
-    with open(job / f"{SUMMARY}.txt", "w", encoding="utf-8") as stream:
-        console = Console(file=stream, width=100, highlight=False, markup=False)
-        for note in run_notes(run):
-            console.print(f"Note: {note}", soft_wrap=True)
-        console.print(run_table(run))
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, highlight=False, markup=False)
+    for note in run_notes(run):
+        console.print(f"Note: {note}", soft_wrap=True)
+    console.print(run_table(run))
+    files.write_text(job / f"{SUMMARY}.txt", stream.getvalue())
     files.write_json(
         job / f"{SUMMARY}.json",
         {**run_summary(run), "coterie": coterie.__version__, "left_out": run.left_out},

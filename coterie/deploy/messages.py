@@ -54,6 +54,8 @@ def run(
     if header["split"]:
         asked = named_metrics(runtime, header)
         answer = runtime.evaluate(call, visits, header["split"], asked, welcome)
+    elif header["phase"] == "deploy":
+        answer = runtime.deploy(call, visits, welcome)
     else:
         answer = runtime.run(call, visits, welcome, lasting=header["lasting"], packed=True)
     reply = {f"value.{name}": value for name, value in answer.named.items()}

@@ -7,9 +7,7 @@ algorithm, its phases.
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,32 +19,33 @@ from torch import Tensor
 
 import coterie
 from coterie._core import files, systems
-from coterie._core.errors import CoterieError, DataError
+from coterie._core.errors import CoterieError
 from coterie._core.printable import printable
 from coterie.algorithms import Algorithm, make
-from coterie.data import bundled, federated, tables
-from coterie.data.federated import Roles
-from coterie.data.preprocess import Preprocessor, local_statistics
-from coterie.data.split import split_rows
-from coterie.data.table_spec import TableSpec
-from coterie.deploy import disclosure, messages, secure_statistics, wire
+from coterie.data.image_folders import Images
+from coterie.data.texts import Texts
+from coterie.deploy import disclosure, messages, wire
 from coterie.deploy.audit import AuditError, AuditLog
 from coterie.deploy.client_state import CallId, ClientStateFiles
-from coterie.deploy.guard import RUN, Guard, Pending, Refusal
+from coterie.deploy.guard import AGAIN, RUN, Guard, Pending, Refusal
 from coterie.deploy.identity import Identity
+from coterie.deploy.node_data import Message, NodeData
+from coterie.deploy.node_images import NodeImages
 from coterie.deploy.node_masks import KINDS as MASK_KINDS
 from coterie.deploy.node_masks import NodeMasks
+from coterie.deploy.node_model import make_model
 from coterie.deploy.node_privacy import NodePrivacy
+from coterie.deploy.node_table import NodeTable
+from coterie.deploy.node_texts import NodeTexts
 from coterie.deploy.policy import TRUSTING, Policy
 from coterie.deploy.secure_sums import NodeSums
-from coterie.engine.build import make_runtime
-from coterie.engine.local_runtime import LocalRuntime
-from coterie.models.description import description, from_description
+from coterie.engine.resplit import joined
+from coterie.models.causal_lm import CausalLM
+from coterie.train.run import REFIT
 
 if TYPE_CHECKING:
     import polars
 
-Message = tuple[dict[str, Any], dict[str, Tensor]]
 REMEMBERED = 10_000  # messages whose repetition is noticed
 MOST_OPEN = 4  # runs whose rows are in memory; others are read from disk when they are asked for
 
@@ -57,11 +56,12 @@ class NodeService:
     Parameters
     ----------
     source
-        The node's table: a file, the name of a bundled table, or a data frame.
+        The node's rows: a table (a file, the name of a bundled table, or a data frame), or images or texts, which the
+        policy says or which were read.
     state
         Folder for the state and the models of clients.
     client
-        Whose rows these are, where the table has no client column.
+        Whose rows these are, where the rows do not say.
     make_algorithm
         Makes an algorithm from its name and settings; by default one that is installed.
     policy
@@ -77,7 +77,7 @@ class NodeService:
 
     def __init__(
         self,
-        source: str | Path | polars.DataFrame,
+        source: str | Path | polars.DataFrame | Images | Texts,
         state: Path,
         client: str | None = None,
         make_algorithm: Callable[..., Algorithm] = make,
@@ -86,24 +86,25 @@ class NodeService:
         log: Callable[[str], None] = lambda text: None,
         identity: Identity | None = None,
     ) -> None:
-        self.source, self.client, self.state = bundled.resolve(source), client, state
-        self.source_name = str(self.source) if isinstance(self.source, str | Path) else "the table"
+        self.state = state
         self.make_algorithm = make_algorithm
         self.runs: dict[str, OpenRun] = {}
         self.seen: deque[str] = deque(maxlen=REMEMBERED)
-        self._frames: dict[Roles, Any] = {}
-        self._raw: Any = None
         self.policy, self.audit, self.log = policy, audit, log
+        self.data: NodeData
+        if isinstance(source, Images) or (policy.kind == "images" and isinstance(source, str | Path)):
+            self.data = NodeImages(source, client, policy, log)
+        elif isinstance(source, Texts) or (policy.kind == "texts" and isinstance(source, str | Path)):
+            self.data = NodeTexts(source, client, policy, log, state)
+        else:
+            self.data = NodeTable(source, client, policy, log)
         self.guard = Guard(policy, state, audit)
         self.identity = identity
         self.masks: dict[str, NodeMasks] = {}
 
     def check(self) -> int:
-        """Read the table before the server asks, to report problems early; return its number of rows."""
-        self._raw = tables.read(self.source)
-        if self.policy.roles is not None:
-            return int(self.rows(self.policy.roles).height)
-        return int(self._raw.height)
+        """Read the rows before the server asks, to report problems early; return how many there are."""
+        return self.data.check()
 
     def answer(self, message: bytes) -> bytes:
         """Return the answer to a message.
@@ -129,9 +130,8 @@ class NodeService:
             return answer
         except AuditError as problem:
             self.log(f"nothing leaves: {problem}")
-            return self._failure(
-                nonce, "this node cannot write its audit log, so nothing leaves it", "failed"
-            )
+            text = "this node cannot write its audit log, so nothing leaves it"
+            return self._failure(nonce, f"{text}{_full(problem)}", "failed")
         except Pending as problem:
             return self._refused(entry, nonce, str(problem), "pending")
         except Forgotten as problem:
@@ -140,7 +140,9 @@ class NodeService:
             return self._refused(entry, nonce, str(problem), "refused")
         except Exception as problem:
             self.log(f"a message could not be answered: {type(problem).__name__}: {problem}")
-            text = f"this node could not answer ({type(problem).__name__}); its own log says why"
+            text = (
+                f"this node could not answer ({type(problem).__name__}); its own log says why{_full(problem)}"
+            )
             return self._refused(
                 entry, nonce, text, "refused" if isinstance(problem, CoterieError) else "failed"
             )
@@ -173,36 +175,20 @@ class NodeService:
         return nonce
 
     def hello(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
-        """Return names and sizes of clients and kinds of columns."""
-        roles = Roles.from_json(header["roles"])
-        told = federated.describe(self.rows(roles), roles, self.source_name)
-        told = disclosure.facts(self.policy, told)
-        if header.get("secure") or self.policy.secure:
-            told = disclosure.in_words(self.policy, told, self.rows(roles), roles)
-        run = header.get("run")
+        """Return names and sizes of clients and what their rows are."""
+        kind = header.get("data", "table")
+        if kind != self.data.kind:
+            raise Refusal(f"this node's rows are {self.data.kind}, not {printable(kind, 30)}")
+        told, run = self.data.told(header), header.get("run")
         knows = isinstance(run, str) and (run in self.runs or (self._folder(run) / SETUP).exists())
         return {"told": told, "knows": knows, "coterie": coterie.__version__}, {}
 
     def statistics(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Return sums over the training rows, for the shared encoding."""
-        import polars as pl
-
-        roles, spec = Roles.from_json(header["roles"]), _spec(header["spec"])
-        frame, _, counts = tables.by_client(self.rows(roles), roles.client)
-        part = split_rows(torch.tensor(counts), _fractions(header["split"]), header["seed"], tensors["ids"])
-        frame = _with_columns(frame, spec, self.source_name)
-        if "about" in header:
-            about = header["about"]
-            if set(about["columns"]) | set(about.get("centres", ())) > {*spec.numeric, spec.target}:
-                raise Refusal("statistics of columns that the run does not use")
-            folder = self._folder(str(header.get("run")))
-            masks, train = self.masks_of(str(header.get("run"))), frame[part.train.order.numpy()]
-            hidden = [name for name in self.policy.encoding if name in train.columns]
-            train = train.with_columns(pl.lit(None).alias(name) for name in hidden)
-            return secure_statistics.answer(header, train, roles.client, folder, masks)
-        sums = local_statistics(frame[part.train.order.numpy()], spec)
-        sums = disclosure.statistics(self.policy, sums, frame[part.train.order.numpy()])
-        return {"statistics": federated.statistics_to_json(sums)}, {}
+        if "about" not in header:
+            return self.data.statistics(header, tensors, self.state, None)
+        run = str(header.get("run"))
+        return self.data.statistics(header, tensors, self._folder(run), self.masks_of(run))
 
     def open(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Open a run: write its settings to disk, read its clients into memory, return their sizes."""
@@ -276,16 +262,6 @@ class NodeService:
         while len(self.runs) > MOST_OPEN:
             del self.runs[next(iter(self.runs))]
 
-    def rows(self, roles: Roles) -> Any:
-        """Return the rows of this node's clients: the columns that the policy offers, of clients with enough rows."""
-        if roles not in self._frames:
-            if self._raw is None:
-                self._raw = tables.read(self.source)
-            rows = federated.own_rows(self._raw, roles, self.client, self.source_name)
-            self._frames.clear()
-            self._frames[roles] = disclosure.offered(self.policy, rows, roles, self.source_name, self.log)
-        return self._frames[roles]
-
     def _folder(self, run: str) -> Path:
         if not RUN.fullmatch(run):
             raise wire.WireError(f"invalid run name {run!r}")
@@ -305,21 +281,16 @@ class OpenRun:
     def __init__(self, service: NodeService, folder: Path) -> None:
         self.folder = folder
         tensors, settings = files.read_tensors(folder / SETUP)
-        roles, setup = Roles.from_json(settings["roles"]), settings["setup"]
-        self.settings, self.roles = settings, roles
+        setup = settings["setup"]
+        self.settings = settings
         self.algorithm = service.make_algorithm(setup["algorithm"]["name"], **setup["algorithm"]["settings"])
-        self.preprocessor = Preprocessor.from_json(setup["preprocessor"])
-        frame, self.names, counts = tables.by_client(service.rows(roles), roles.client)
-        if len(self.names) != len(tensors["ids"]):
-            raise Refusal(f"this node has {len(self.names)} clients; the run lists {len(tensors['ids'])}")
-        frame = _with_columns(frame, self.preprocessor.spec, service.source_name)
-        if service.policy.min_rows_per_statistic > 1:
-            part = split_rows(
-                torch.tensor(counts), _fractions(settings["split"]), settings["seed"], tensors["ids"]
-            )
-            frame = disclosure.without_rare(service.policy, frame, part.train.order, self.preprocessor.spec)
+        opened = service.data.open(settings, tensors, make_model(setup, service.policy))
+        self.names, self.runtime, self.notes = opened.names, opened.runtime, opened.notes
+        self.refit = str(setup.get("refit", "none"))
+        if self.refit != "none":
+            rows = joined(self.runtime.splits, REFIT[self.refit], service.policy.min_rows_per_statistic)
+            self.runtime = self.runtime.with_rows(rows, self.runtime.clusters)
         self.guard = service.guard
-        self.runtime = _runtime(self.preprocessor, frame, counts, settings, tensors)
         self.state_files = ClientStateFiles(folder / "states")
         self.current: CallId | None = None  # the state that is in memory
         self.privacy = NodePrivacy.of(folder, setup, self.runtime, self.algorithm)
@@ -380,9 +351,11 @@ class OpenRun:
 
     def finish(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Write this node's models where `coterie predict` finds them; remove states and other models."""
-        t, target = int(header["round"]), self.folder / "run"
+        home = self.folder.with_name(self.folder.name.removesuffix(AGAIN))
+        t, target = int(header["round"]), home / "run"
         if not self._path(t).exists() and target.exists():
             return {}, {}
+        trained_on = ["train"] if self.refit == "none" else list(REFIT[self.refit])
         personal = self.models(t)
         own = [k for k in range(len(personal)) if not bool(personal[k].isnan().any())]
         models = {"personal": personal[own], "common": tensors.get("common", personal[own].mean(0))}
@@ -391,13 +364,17 @@ class OpenRun:
             target / "models" / "model.json",
             {
                 "algorithm": self.algorithm.name,
+                "trained_on": trained_on,
                 "sha256": files.sha256(target / "models" / "models.safetensors"),
                 "clients": [self.names[k] for k in own],
-                "client_column": self.roles.client,
-                "model": description(self.runtime.model),
-                "preprocessor": self.preprocessor.to_json(),
+                "model": self.settings["setup"]["model"],
+                **self.notes,
             },
         )
+        if isinstance(self.runtime.model, CausalLM):
+            places = systems.file_names([self.names[k] for k in own])
+            for place, adapters in zip(places, personal[own], strict=True):
+                self.runtime.model.save_adapter(adapters, target / "adapters" / place)
         config = {
             "coterie": coterie.__version__,
             "algorithm": {"name": self.algorithm.name, **self.algorithm.settings()},
@@ -437,47 +414,10 @@ class OpenRun:
         return torch.full(shape, torch.nan, dtype=self.runtime.dtype)
 
 
-def _runtime(
-    preprocessor: Preprocessor,
-    frame: Any,
-    counts: list[int],
-    settings: dict[str, Any],
-    tensors: dict[str, Tensor],
-) -> LocalRuntime:
-    return make_runtime(
-        preprocessor.encode(frame),
-        preprocessor.encode_target(frame),
-        torch.tensor(counts),
-        from_description(settings["setup"]["model"]),
-        tensors.get("clusters"),
-        _fractions(settings["split"]),
-        settings["seed"],
-        torch.float64,
-        ids=tensors["ids"],
-    )
-
-
-@functools.cache
-def _spec_from(text: str) -> TableSpec:
-    stored = json.loads(text)
-    lists = ("classes", "numeric", "categories", "groups")
-    return TableSpec(**{**stored, **{name: tuple(stored.get(name, ())) for name in lists}, "warnings": []})
-
-
-def _spec(stored: dict[str, Any]) -> TableSpec:
-    return _spec_from(json.dumps(stored, sort_keys=True))
-
-
-def _with_columns(frame: Any, spec: TableSpec, source: str) -> Any:
-    missing = [name for name in (*spec.numeric, *spec.categories) if name not in frame.columns]
-    if missing:
-        raise DataError(f"{source}: column {missing[0]!r} is missing; the other nodes have it")
-    return frame
-
-
-def _fractions(split: list[float]) -> tuple[float, float, float]:
-    return float(split[0]), float(split[1]), float(split[2])
-
-
 def _stamp(stored: Any) -> CallId | None:
     return None if stored is None else (int(stored[0]), int(stored[1]))
+
+
+def _full(problem: Exception) -> str:
+    """Return what the server is told of a full disk, which its owner can mend."""
+    return ": its disk is full" if files.disk_is_full(problem) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +19,19 @@ from coterie.data import column_types as columns
 from coterie.data import federated, grouping
 from coterie.data.federated import Roles
 from coterie.models.description import description
+from coterie.models.installed import installed
 from coterie.models.metrics import names
 from coterie.models.table_models import TABLE_MODELS
+from coterie.models.zoo import FACTORIES
 
 if TYPE_CHECKING:
     import polars
 
 FILE = "policy.toml"
 MODELS = ("linear", "logistic", "softmax")
+NETWORKS = ("cnn", "resnet9", "mlp")
+ROLES = {"images": Roles("client", "class"), "texts": Roles("client", "text")}  # of what is no table
+SHAPE = re.compile(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){2}")
 HISTOGRAMS = ("auc", "ece")  # metrics whose sums are histograms, in which few rows can be told apart
 TASKS = ("regression", "binary", "multiclass")
 EVERY = ["*"]  # in the file: all that are installed
@@ -56,11 +62,17 @@ class Policy:
     roles : Roles or None
         The client, target and cluster columns and the task that a run must use; None accepts any.
     columns : dict of str to str or None
-        Features that exist for a server: "numeric", "category", or "empty" if it has no values; None offers all.
+        Features that exist for a server: "numeric", "category", or "empty" if it has no values; None offers all. Images
+        are one column with their shape, such as "3x32x32", texts one column "text".
+    kind : str
+        What the node holds: "table", "images" or "texts".
     encoding : dict
         Encodings that the owner fixes: [mean, sd] of a number, levels of a category.
     split, seed
         How rows are split; None accepts any.
+    refit : str
+        Which rows may train once a run was scored: "validation" or "all" of them too, or "none" beyond training rows. A
+        client trains on those of a split only where it has `min_rows_per_statistic` of them.
     min_rows : int
         Clients with fewer rows take no part.
     min_rows_per_statistic : int
@@ -71,9 +83,9 @@ class Policy:
         Those that are allowed; None allows all that are installed.
     settings : dict
         Allowed settings: [low, high] for numbers, or a list of texts. A batch of 0, all rows, is always allowed.
-    rounds, messages_per_run, messages_per_day, runs_per_day, splits, largest_count, largest_number
+    rounds, messages_per_run, messages_per_day, runs_per_day, splits, largest_count, largest_number, largest_model
         Limits: rounds of a run, messages (a call that visits every client twice counts as two), runs, ways to number
-        clients and so to split rows, whole numbers in settings, numbers in messages.
+        clients and so to split rows, whole numbers in settings, numbers in messages, parameters of a network.
     approve : bool
         Whether the owner has to approve every run.
     secure : bool
@@ -87,9 +99,11 @@ class Policy:
 
     roles: Roles | None
     columns: dict[str, str] | None
+    kind: str = "table"
     encoding: dict[str, Any] = field(default_factory=dict)
     split: tuple[float, float, float] | None = (0.6, 0.2, 0.2)
     seed: int | None = 0
+    refit: str = "validation"
     min_rows: int = 20
     min_rows_per_statistic: int = 4
     reveal: tuple[str, ...] = STRICT
@@ -97,7 +111,13 @@ class Policy:
     models: tuple[str, ...] | None = MODELS
     metrics: tuple[str, ...] | None = field(default_factory=_metrics)
     settings: dict[str, Any] = field(
-        default_factory=lambda: {"batch": [16, 1_000_000], "steps": [1, 1000], "l2": [0.0, 1000.0]}
+        default_factory=lambda: {
+            "batch": [16, 1_000_000],
+            "steps": [1, 1000],
+            "l2": [0.0, 1000.0],
+            "lora_rank": [1, 256],
+            "target": ["attention", "mlp", "attention+mlp"],
+        }
     )
     rounds: int = 1000
     messages_per_run: int = 10_000
@@ -106,6 +126,7 @@ class Policy:
     splits: int = 1
     largest_count: int = 10_000
     largest_number: float = 1e6
+    largest_model: int = 20_000_000
     approve: bool = False
     secure: bool = False
     least_nodes: int = 3
@@ -140,6 +161,24 @@ class Policy:
                 offered[name] = "empty" if one.kind == "empty" else str(kinds[name])
         return cls(dataclasses.replace(roles, drop=(), keep=(), groups=()), offered, **more)
 
+    @classmethod
+    def for_images(cls, shape: Sequence[int], **more: Any) -> Policy:
+        """Return the strict policy for images of this shape [channels, height, width].
+
+        Examples
+        --------
+        >>> Policy.for_images((3, 32, 32)).columns
+        {'image': '3x32x32'}
+        """
+        pinned = {"image": "x".join(str(int(size)) for size in shape)}
+        return cls(ROLES["images"], pinned, "images", **{"models": NETWORKS, **more})
+
+    @classmethod
+    def for_texts(cls, **more: Any) -> Policy:
+        """Return the strict policy for texts; `allowing` names the language models."""
+        own = {"models": (), "split": (0.8, 0.1, 0.1), **more}
+        return cls(ROLES["texts"], {"text": "text"}, "texts", **own)
+
     def allowing(self, methods: Sequence[str], models: Sequence[str] = ()) -> Policy:
         """Return the policy with further methods allowed, with the phases and models that they need, and models."""
         known = all_algorithms()
@@ -152,8 +191,9 @@ class Policy:
         own = [known[name]().trial_model(1) for name in methods]
         needed = [description(one)["model"] for one in own if one is not None]
         for model in models:
-            if model not in TABLE_MODELS:
-                raise SettingError(f"no model {model!r} for tables.{nearest(model, TABLE_MODELS)}")
+            known_models = [*(TABLE_MODELS if self.kind == "table" else FACTORIES), *installed()]
+            if model not in known_models:
+                raise SettingError(f"no model {model!r} for {self.kind}.{nearest(model, known_models)}")
         allowed = None if self.models is None else tuple(dict.fromkeys([*self.models, *needed, *models]))
         return dataclasses.replace(self, reveal=reveal, algorithms=algorithms, models=allowed)
 
@@ -176,6 +216,7 @@ class Policy:
         values: dict[str, Any] = {"roles": roles}
         values |= {name: tables[name] for name in given}
         values.setdefault("columns", {})
+        values["refit"] = "none"  # of files from before there was a choice
         for name in ("data", "methods", "limits", "consent"):
             for key, value in tables[name].items():
                 if key not in SECTIONS[name]:
@@ -213,8 +254,18 @@ class Policy:
             lines += [f"{_key(key)} = {_value(value)}" for key, value in given.items()]
         files.write_text(path, "\n".join(lines) + "\n")
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of images [channels, height, width] that the owner pinned; None for other data."""
+        pinned = (self.columns or {}).get("image") if self.kind == "images" else None
+        return None if pinned is None else tuple(int(size) for size in pinned.split("x"))
+
     def _require_sound(self, path: Path) -> None:
-        for name, kind in (self.columns or {}).items():
+        if self.kind not in ("table", *ROLES):
+            raise SettingError(f'{path}: [data] kind = {self.kind!r}; write "table", "images" or "texts"')
+        if self.kind != "table":
+            self._require_array(path)
+        for name, kind in (self.columns or {}).items() if self.kind == "table" else ():
             if kind not in ("numeric", "category", "empty"):
                 raise SettingError(
                     f'{path}: [columns] {name} = {kind!r}; write "numeric", "category" or "empty"'
@@ -244,57 +295,30 @@ class Policy:
                 raise SettingError(
                     f"{path}: {name} = {getattr(self, name)!r}; it is a whole number, at least 1"
                 )
+        if self.refit not in ("none", "validation", "all"):
+            raise SettingError(f'{path}: [data] refit = {self.refit!r}; write "none", "validation" or "all"')
         if self.split is None or len(self.split) != 3 or not math.isclose(sum(self.split), 1.0):
             raise SettingError(f"{path}: [data] split has three shares that add up to 1")
         for name, bounds in self.settings.items():
             if not isinstance(bounds, list) or not bounds:
                 raise SettingError(f"{path}: [settings] {name}: write [lowest, highest], or a list of texts")
 
-    def explain(self) -> list[str]:
-        """Return the policy in plain words, a line for each rule."""
-        if self.roles is None:
-            return ["This node trusts its server: it answers whatever it is asked. Use this for tests only."]
-        kinds = [f"{name} ({kind})" for name, kind in (self.columns or {}).items()]
-        fixed = ", ".join(self.encoding)
-        shown = [f"{word}: {text}" for word, text in DISCLOSURES.items() if word in self.reveal]
-        hidden = [f"{word}: {text}" for word, text in DISCLOSURES.items() if word not in self.reveal]
-        split = " / ".join(f"{share:g}" for share in self.split or ())
-        lines = [
-            f"Target: {self.roles.target}. Client column: {self.roles.client}."
-            + (f" Cluster column: {self.roles.cluster}." if self.roles.cluster else ""),
-            f"Columns that exist for a server: {', '.join(kinds) or 'none'}. It cannot learn that there are others.",
-            f"Rows are split {split} with seed {self.seed}, in at most {self.splits} numbering(s) of the clients; the "
-            "server cannot choose another split.",
-            f"A client with fewer than {self.min_rows} rows takes no part. No level, mean or score of fewer than "
-            f"{self.min_rows_per_statistic} rows leaves.",
-            f"You fixed the encoding of: {fixed}. Nothing about these columns is sent."
-            if fixed
-            else "Once per run, count, mean and spread of each number and the levels of each category leave.",
-            "Phases that run: " + "; ".join(shown) + ".",
-            *(["Phases that never run: " + "; ".join(hidden) + "."] if hidden else []),
-            "Deployed models stay here. They can be scored, never fetched.",
-            f"Methods: {_list(self.algorithms)}. Models: {_list(self.models)}. Metrics: {_list(self.metrics)}.",
-            "Settings: "
-            + "; ".join(f"{name} {_range(name, bounds)}" for name, bounds in self.settings.items())
-            + f"; any other whole number at most {self.largest_count}.",
-            f"At most {self.rounds} rounds and {self.messages_per_run} messages in a run; at most "
-            f"{self.messages_per_day} messages and {self.runs_per_day} new runs in a day; numbers in messages at most "
-            f"{self.largest_number:g}.",
-            f"Answers leave in secure sums of at least {self.least_nodes} nodes only; a server learns the sum."
-            if self.secure
-            else "A server may ask for single answers; secure = true in [methods] lets out secure sums only.",
-            *([f"You compared the certificates of: {', '.join(self.members)}."] if self.members else []),
-            "Every run waits until you approve it: coterie federate approve FOLDER."
-            if self.approve
-            else "Runs that fit this policy need no approval (approve = true in [consent] changes that).",
-            "What leaves is written to the audit log first. Errors that leave hold no value of a row.",
-        ]
-        return lines
+    def _require_array(self, path: Path) -> None:
+        expected, columns = ROLES[self.kind], self.columns or {}
+        assert self.roles is not None
+        if (self.roles.client, self.roles.target) != (expected.client, expected.target):
+            raise SettingError(
+                f"{path}: [data] of {self.kind} has client = {expected.client!r}, target = {expected.target!r}"
+            )
+        if self.kind == "texts" and columns != {"text": "text"}:
+            raise SettingError(f'{path}: [columns] of texts is text = "text"')
+        if self.kind == "images" and (set(columns) != {"image"} or not SHAPE.fullmatch(columns["image"])):
+            raise SettingError(f'{path}: [columns] of images is image = "CHANNELSxHEIGHTxWIDTH"')
 
 
 TABLES = ("columns", "encoding", "settings", "members")  # whose entries the owner names
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "data": ("split", "seed", "min_rows", "min_rows_per_statistic"),
+    "data": ("kind", "split", "seed", "refit", "min_rows", "min_rows_per_statistic"),
     "columns": (),
     "encoding": (),
     "methods": ("reveal", "algorithms", "models", "metrics", "secure"),
@@ -307,6 +331,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "splits",
         "largest_count",
         "largest_number",
+        "largest_model",
         "least_nodes",
     ),
     "consent": ("approve",),
@@ -328,6 +353,7 @@ TRUSTING = Policy(
     None,
     split=None,
     seed=None,
+    refit="all",
     min_rows=1,
     min_rows_per_statistic=1,
     reveal=tuple(DISCLOSURES),
@@ -342,17 +368,8 @@ TRUSTING = Policy(
     splits=2**62,
     largest_count=2**62,
     largest_number=math.inf,
+    largest_model=2**62,
 )
-
-
-def _list(names: tuple[str, ...] | None) -> str:
-    return "all that are installed" if names is None else ", ".join(names)
-
-
-def _range(name: str, bounds: Any) -> str:
-    if all(isinstance(bound, int | float) for bound in bounds):
-        return f"from {bounds[0]:g} to {bounds[-1]:g}" + (", or 0 for all rows" if name == "batch" else "")
-    return "one of " + ", ".join(str(bound) for bound in bounds)
 
 
 def _key(name: str) -> str:

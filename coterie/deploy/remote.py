@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.deploy import messages, wire
+from coterie._core.errors import NotReopened
+from coterie.deploy import guard, messages, wire
 from coterie.deploy.answers import (
     LARGE,
     TOO_LARGE,
@@ -62,6 +63,8 @@ class Place:
         Whether the node takes part at present.
     stamp, floor : tuple of int or None
         Newest state whose answer has arrived, and oldest state that may be needed again.
+    before : dict of Tensor or None
+        Numbers of rows by split before the run was opened again with more of them in training.
     greeting, greeted
         Ticket and time of a greeting that was not answered yet.
     """
@@ -75,6 +78,7 @@ class Place:
     here: bool = False
     stamp: CallId | None = None
     floor: CallId | None = None
+    before: dict[str, Tensor] | None = None
     greeting: str | None = None
     greeted: float = -math.inf
 
@@ -90,6 +94,7 @@ class Setup:
     model: Model
     settings: dict[str, Any]  # algorithm, model description, preprocessor
     hello: dict[str, Any]  # header of a greeting
+    dtype: torch.dtype = torch.float64  # of parameters
 
     def header(self) -> dict[str, Any]:
         """Return the header of the message that opens the run on a node."""
@@ -118,20 +123,24 @@ class RemoteRuntime(Runtime):
         Number of clients.
     """
 
-    capabilities = Capabilities(models_stay=True)
+    capabilities = Capabilities(models_stay=True, reopens=True)
 
     def __init__(self, caller: NodeCaller, places: list[Place], setup: Setup, n: int) -> None:
         self.caller, self.places, self.setup, self.n = caller, places, setup, n
         self.train_rows = torch.zeros(n, 1, dtype=torch.float64)  # training rows of each client
-        self.place = torch.full((n,), -1)
-        self.position = torch.zeros(n, dtype=torch.long)
-        for k, place in enumerate(places):
-            self.place[place.ids] = k
-            self.position[place.ids] = torch.arange(len(place.ids))
+        self._number()
         self._shapes: dict[str, Any] = {}
         self._noted: set[tuple[str, int]] = set()
         sums = setup.settings.get("sums")
         self.sums = None if sums is None else SumCaller(caller, setup.run, bool(sums["secure"]))
+
+    def _number(self) -> None:
+        """Note the node of each client, and its place there."""
+        self.place = torch.full((self.n,), -1)
+        self.position = torch.zeros(self.n, dtype=torch.long)
+        for k, place in enumerate(self.places):
+            self.place[place.ids] = k
+            self.position[place.ids] = torch.arange(len(place.ids))
 
     def fresh(self, seed: int | None = None) -> RemoteRuntime:
         """Return the same nodes with no state kept; the nodes' seed stays that of the run."""
@@ -139,6 +148,45 @@ class RemoteRuntime(Runtime):
         runtime = RemoteRuntime(self.caller, places, self.setup, self.n)
         runtime.train_rows = self.train_rows
         return runtime
+
+    def reopened(self, which: str) -> tuple[RemoteRuntime, dict[str, Tensor]]:
+        """Open the run again with more rows in training, on nodes whose policies allow it.
+
+        Parameters
+        ----------
+        which
+            'validation' or 'all'.
+
+        Returns
+        -------
+        tuple of RemoteRuntime and dict of Tensor
+            The clients with nothing kept, and their numbers of rows [n] by split; 0 where a node is not in it.
+
+        Raises
+        ------
+        NotReopened
+            No node allows it.
+        """
+        run = self.setup.run + guard.AGAIN
+        settings = {**self.setup.settings, "refit": which}
+        setup = replace(self.setup, run=run, settings=settings, hello={**self.setup.hello, "run": run})
+        places = [
+            Place(place.name, place.ids, place.clients, place.clusters, place.told, before=place.counts)
+            for place in self._here()
+        ]
+        again = RemoteRuntime(self.caller, places, setup, self.n)
+        names = ("train", "validation", "test")
+        rows = {split: torch.zeros(self.n, dtype=torch.long) for split in names}
+        for ids, counts in again.open([place.name for place in places], max(self.caller.deadline, PATIENCE)):
+            for split in names:
+                rows[split][ids] = counts[split]
+        again.places = [place for place in places if place.here]
+        if not again.places:
+            raise NotReopened(
+                f"no node lets {which} rows train; its owner can: refit = {which!r} under [data] of policy.toml"
+            )
+        again._number()
+        return again, rows
 
     def run(self, call: Call, visits: Visits) -> Answer:
         """Run a phase on the nodes of these clients."""
@@ -204,7 +252,7 @@ class RemoteRuntime(Runtime):
                 continue
             for metric, value in sums.items():
                 if metric in parts and value.shape == parts[metric][place.ids].shape:
-                    parts[metric][place.ids] = value.to(torch.float64)
+                    parts[metric][place.ids] = value.to(self.setup.dtype)
         return self._in_range(parts, metrics, torch.arange(self.n))
 
     def finish(self, t: int, common: Tensor | None) -> list[str]:
@@ -267,7 +315,10 @@ class RemoteRuntime(Runtime):
                 continue
             rows = messages.under("rows.", reply[1])
             try:
-                require_counts(rows, len(place.ids), place.told, self.setup.split)
+                texts = self.setup.hello.get("data") == "texts"  # their documents are split, not their rows
+                again = "refit" in self.setup.settings
+                split = None if texts or again else self.setup.split
+                require_counts(rows, len(place.ids), place.told, split, place.before)
             except Exception as problem:
                 self._lose(place, wire.WireError(explain(problem)))
                 continue
@@ -399,7 +450,7 @@ class RemoteRuntime(Runtime):
                 if kind == "deploy":
                     good[name] = Reply(visits, {}, None, {}, since)
                 else:
-                    good[name] = check(envelope, call, visits, since, model, sums, held)
+                    good[name] = check(envelope, call, visits, since, model, sums, held, self.setup.dtype)
             except wire.WireError as problem:
                 bad[name] = problem
             except Exception as problem:
@@ -517,12 +568,12 @@ class RemoteRuntime(Runtime):
     def _filled(self, answer: Answer, count: int, metrics: Sequence[Metric]) -> dict[str, Tensor]:
         """Return sums with a row for everybody: NaN where there is no answer."""
         values = {
-            name: torch.full((count, width), torch.nan, dtype=torch.float64)
+            name: torch.full((count, width), torch.nan, dtype=self.setup.dtype)
             for name, width in self._widths(metrics).items()
         }
-        values["rows"] = torch.zeros(count, 1, dtype=torch.float64)
+        values["rows"] = torch.zeros(count, 1, dtype=self.setup.dtype)
         came = torch.ones(count, dtype=torch.bool) if answer.came is None else answer.came
         for name, value in answer.named.items():
             if name in values and value.shape == values[name][came].shape:
-                values[name][came] = value.to(torch.float64)
+                values[name][came] = value.to(self.setup.dtype)
         return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from coterie._core import files
@@ -15,7 +16,13 @@ from coterie.deploy.membership import NODE_CONFIG
 
 
 def serve(
-    folder: Path, source: str, client: str | None, server: str | None, insecure: bool, state: Path | None
+    folder: Path,
+    source: str,
+    client: str | None,
+    server: str | None,
+    insecure: bool,
+    state: Path | None,
+    models: Sequence[Path] = (),
 ) -> None:
     """Replace this process by Flower's SuperNode; this does not return.
 
@@ -33,6 +40,8 @@ def serve(
         Refused: the SuperNode authenticates over TLS only.
     state
         Folder for the state of clients; by default `state` in the node's folder.
+    models
+        Python files with networks and folders of language models.
     """
     address = server or str(files.read_toml(folder / NODE_CONFIG)["server"])
     if insecure:
@@ -44,6 +53,7 @@ def serve(
     place = Path(source)
     config = {"data": str(place.absolute()) if place.exists() else source, "state": str(state)}
     config |= {"client": client} if client else {}
+    config |= {"models": os.pathsep.join(str(path.absolute()) for path in models)} if models else {}
     config |= {"policy": str(federation_folder.policy_path(folder).absolute())}
     words = ["flower-supernode", "--superlink", address, "--root-certificates", str(folder / "ca.crt")]
     words += [

@@ -33,6 +33,30 @@ class Transport(Protocol):
 
 
 @dataclass
+class Activity:
+    """What a node was asked and what it answered, in a run.
+
+    Attributes
+    ----------
+    messages, answers : int
+        Messages sent to the node, and answers that could be read.
+    bytes_down, bytes_up : int
+        Their lengths, without what the transport adds.
+    seconds : float or None
+        From the last message to its answer.
+    problem : str
+        What is wrong with the last answer; empty if nothing is.
+    """
+
+    messages: int = 0
+    answers: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: float | None = None
+    problem: str = ""
+
+
+@dataclass
 class NodeCaller:
     """Sends messages, waits for answers, and says which node failed and why.
 
@@ -50,6 +74,8 @@ class NodeCaller:
         Receives, for every answer, the node and what the server's log keeps of it.
     authority : str or None
         Certificate of the federation's authority, as PEM, by which nodes sign their keys for secure sums.
+    activity : dict of str to Activity
+        What every node has done so far.
     """
 
     transport: Transport
@@ -58,6 +84,7 @@ class NodeCaller:
     away: set[str] = field(default_factory=set)  # nodes that are not waited for
     audit: Callable[[str, dict[str, Any]], None] = field(default=lambda node, entry: None)
     authority: str | None = None
+    activity: dict[str, Activity] = field(default_factory=dict)
 
     def ask(
         self, envelopes: Mapping[str, Envelope], deadline: float | None = None
@@ -82,6 +109,10 @@ class NodeCaller:
             name: wire.encode({**header, "nonce": nonces[name]}, tensors)
             for name, (header, tensors) in envelopes.items()
         }
+        for name, message in encoded.items():
+            node = self.activity.setdefault(name, Activity())
+            node.messages, node.bytes_down = node.messages + 1, node.bytes_down + len(message)
+        sent = time.monotonic()
         tickets = self.transport.send(encoded, limit)
         waiting = {ticket: name for name, ticket in tickets.items()}
         answers: dict[str, Any] = {name: Late("not connected") for name in envelopes if name not in tickets}
@@ -93,6 +124,8 @@ class NodeCaller:
                 if not came_too_late:
                     name = waiting.pop(ticket)
                     answers[name] = self.read(content, nonces[name])
+                    self.activity[name].seconds = time.monotonic() - sent
+                    self.activity[name].bytes_up += len(content) if isinstance(content, bytes) else 0
             # A look that began in time can end late; the next one is for those who answered meanwhile.
             if not waiting or began >= end:
                 break
@@ -101,6 +134,9 @@ class NodeCaller:
         for name in waiting.values():
             answers[name] = Late(f"no answer within {limit:g} s")
         for name, answer in answers.items():
+            fine = not isinstance(answer, wire.WireError)
+            self.activity[name].answers += fine
+            self.activity[name].problem = "" if fine else str(answer)
             self.audit(name, _entry(envelopes[name][0], answer))
         return answers
 

@@ -57,7 +57,7 @@ def encode(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     schema = [[name, NAMES[value.dtype], list(value.shape)] for name, value in plain.items()]
     text = json.dumps({"version": VERSION, "header": header, "tensors": schema}).encode()
-    buffers = [bytes(value.view(-1).view(torch.uint8).numpy().data) for value in plain.values()]
+    buffers = [value.view(-1).view(torch.uint8).numpy().data for value in plain.values()]
     return b"".join([struct.pack("<Q", len(text)), text, *buffers])
 
 
@@ -125,7 +125,7 @@ def _tensors(message: bytes, at: int, schema: Any) -> dict[str, Tensor]:
             size = count * dtype.itemsize
             if size > MOST_BYTES or at + size > len(message):
                 raise WireError(f"message rejected: tensor {printable(repr(name), 80)} is truncated")
-            buffer = bytearray(message[at : at + size])
+            buffer = bytearray(memoryview(message)[at : at + size])
             flat = torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(shape)
             at += size
