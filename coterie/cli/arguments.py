@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,20 @@ TableArgument = Annotated[
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="run folder written by `coterie fit`")]
 ClientOption = Annotated[str, typer.Option(metavar="COLUMN", help="column with the client of each row")]
 TargetOption = Annotated[str, typer.Option(metavar="COLUMN", help="column to predict")]
+EventOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="survival: --target is a time, and this says whether the event happened then (1, yes) or not (0, no)",
+    ),
+]
+TimeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COLUMN",
+        help="date or number that orders rows: the earliest train, later validate, the latest test",
+    ),
+]
 ClusterOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -81,6 +96,14 @@ MetricOption = Annotated[
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="NAME", help=f"what every client trains: {', '.join(TABLE_MODELS)}")
 ]
+ClassWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--class-weights",
+        metavar="WEIGHTS",
+        help="of rows in training: balanced (rare classes count for more), or numbers such as yes=5,no=1",
+    ),
+]
 DeviceOption = Annotated[
     str,
     typer.Option("--device", metavar="NAME", help="where to compute: cpu, cuda, or auto for a GPU if any"),
@@ -125,13 +148,24 @@ UnitOption = Annotated[
     str,
     typer.Option(metavar="WHAT", help="what --epsilon protects: a 'client' with all its rows, or a 'row'"),
 ]
+ModelsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--models",
+        metavar="PATH",
+        help="Python file with your networks, or folder of a language model (may be repeated)",
+    ),
+]
 RoundsOption = Annotated[int, typer.Option(min=1, metavar="N", help="communication rounds")]
 
 
 def known_and_groups(given: list[str] | None) -> tuple[str | None, tuple[str, ...]]:
-    """Return the column of known clusters, if one was named with --cluster, or several grouping columns."""
-    names = tuple(given or ())
-    return (names[0], ()) if len(names) == 1 else (None, names)
+    """Return the column of known clusters, if one was named with --cluster, or the grouping columns.
+
+    One that is named twice is a grouping column: nodes do not compare their tables, so none can tell by itself.
+    """
+    names = tuple(dict.fromkeys(given or ()))
+    return (names[0], ()) if len(given or ()) == 1 else (None, names)
 
 
 def grouping_columns(given: list[str] | None) -> str | list[str] | None:
@@ -200,6 +234,31 @@ def assignments(pairs: list[str]) -> dict[str, str]:
             raise SettingError(f"--set {pair!r}: {name} is set twice; set it once")
         values[name] = value
     return values
+
+
+def class_weights(text: str | None) -> str | dict[str, float] | None:
+    """Parse the value of `--class-weights`: a word, or a number for each class."""
+    if text is None or "=" not in text:
+        return text
+    try:
+        return {name.strip(): float(value) for name, value in (one.rsplit("=", 1) for one in text.split(","))}
+    except ValueError:
+        raise SettingError(f"--class-weights {text!r}: write balanced, or such as yes=5,no=1") from None
+
+
+def model_settings(pairs: list[str]) -> dict[str, Any]:
+    """Parse the values of `--set-model`: numbers, true or false, lists such as 16,32, or text."""
+
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return {
+        name: [value(part) for part in text.split(",")] if "," in text else value(text)
+        for name, text in assignments(pairs).items()
+    }
 
 
 def truth(text: str) -> bool:

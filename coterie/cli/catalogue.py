@@ -16,7 +16,12 @@ from coterie.cli.arguments import (
 )
 from coterie.experiments import spec
 from coterie.experiments.reproduce import reproduce as run_experiment
-from coterie.report.tables import algorithm_page, algorithms_table, describe_algorithm, experiments_table
+from coterie.report.catalogue_tables import (
+    algorithm_page,
+    algorithms_table,
+    describe_algorithm,
+    experiments_table,
+)
 
 
 def algorithms(

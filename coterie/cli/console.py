@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _WIDEST = 10_000
 
@@ -45,6 +44,9 @@ def _say(label: str, message: str) -> None:
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar on terminals; yield a function that takes what is being done, how much, and of how much."""
+    # Here, because `coterie --help` shows none and would wait for it.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

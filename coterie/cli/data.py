@@ -11,6 +11,7 @@ from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
     DropOption,
+    EventOption,
     JsonOption,
     KeepOption,
     TableArgument,
@@ -24,10 +25,11 @@ from coterie.cli.arguments import (
 from coterie.data import recipes as known_recipes
 from coterie.data import tables
 from coterie.data.describe import describe as describe_table
-from coterie.report.tables import description_tables, recipe_card, recipes_table
+from coterie.report.catalogue_tables import description_tables, recipe_card, recipes_table
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Look at a table before training.",
     epilog="Example: coterie data describe heart_disease --client hospital --target sick",
 )
@@ -43,6 +45,7 @@ def describe(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
+    event: EventOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
@@ -62,6 +65,7 @@ def describe(
         keep=keep or (),
         task=task,
         source=str(source),
+        event=event,
     )
     description = describe_table(frame, spec)
     console.notes(spec.warnings)

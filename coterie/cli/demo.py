@@ -10,8 +10,8 @@ import typer
 
 from coterie.cli import console
 from coterie.data import bundled
+from coterie.report.comparison_tables import comparison_tables
 from coterie.report.page import write_report
-from coterie.report.tables import comparison_tables
 from coterie.select.compare import compare
 from coterie.train.folder import RunFolder
 

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from coterie._core.errors import SettingError
 from coterie._core.printable import printable
 from coterie.cli import console
 from coterie.cli.arguments import (
     ClientOption,
     ClusterOption,
     DropOption,
+    ModelsOption,
     TargetOption,
     TaskOption,
     known_and_groups,
 )
 from coterie.data import bundled, tables
 from coterie.data.federated import Roles
+from coterie.data.image_folders import image_shape
 from coterie.deploy import audit as logs
-from coterie.deploy import federation_folder, keys, membership
+from coterie.deploy import federation_folder, keys, live_page, membership
 from coterie.deploy import policy as policies
 from coterie.deploy.guard import Guard
 from coterie.deploy.policy import Policy
+from coterie.deploy.policy_words import explain
+from coterie.models.installed import install
 
 DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="folder written by `federate init`")]
 NodeArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="folder of the node")]
+KindOption = Annotated[
+    str, typer.Option("--kind", metavar="KIND", help="what nodes have: table, images or texts")
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="name of the node")]
+
+
+def require_kind(kind: str) -> None:
+    """Raise `SettingError` unless nodes can have such data."""
+    if kind not in ("table", *policies.ROLES):
+        raise SettingError(f"no kind of data {kind!r}: choose table, images or texts")
 
 
 def join(
@@ -75,7 +90,9 @@ def renew_server(folder: DirArgument) -> None:
 
 def policy(
     folder: NodeArgument,
-    data: Annotated[str, typer.Option(metavar="FILE", help="table with the rows of this node")],
+    data: Annotated[
+        str, typer.Option(metavar="PATH", help="table, or folder of images or texts, of this node")
+    ],
     client: ClientOption = "client",
     target: TargetOption = "target",
     cluster: ClusterOption = None,
@@ -94,18 +111,26 @@ def policy(
         list[str] | None,
         typer.Option(metavar="NAME", help="also allow this model, such as mlp (may be repeated)"),
     ] = None,
+    models: ModelsOption = None,
+    kind: KindOption = "table",
     approve: Annotated[bool, typer.Option("--approve", help="let every run wait for your approval")] = False,
 ) -> None:
-    """Write a strict policy for a node's table and explain it. Edit policy.toml to change it."""
+    """Write a strict policy for a node's table, images or texts and explain it. Edit policy.toml to change it."""
     federation_folder.require_new_policy(folder)
-    frame = tables.read(bundled.resolve(data))
-    known, groups = known_and_groups(cluster)
-    roles = Roles(client, target, known, task, tuple(drop or ()), groups=groups)
-    made = Policy.strict(frame, roles, min_rows=min_rows, approve=approve).allowing(
-        allow or (), allow_model or ()
-    )
+    require_kind(kind)
+    own = [name for path in models or () for name in install(path)]
+    more = {"min_rows": min_rows, "approve": approve}
+    if kind == "images":
+        strict = Policy.for_images(image_shape(data), **more)
+    elif kind == "texts":
+        strict = Policy.for_texts(**more)
+    else:
+        known, groups = known_and_groups(cluster)
+        roles = Roles(client, target, known, task, tuple(drop or ()), groups=groups)
+        strict = Policy.strict(tables.read(bundled.resolve(data)), roles, **more)
+    made = strict.allowing(allow or (), [*own, *(allow_model or ())])
     made.write(folder / policies.FILE)
-    console.show(f"{folder / policies.FILE}:", *made.explain())
+    console.show(f"{folder / policies.FILE}:", *explain(made))
 
 
 def approve(
@@ -176,6 +201,22 @@ def nodes(
         console.show(f"{name}: {printable(states.get(name, 'not registered'), 40)}{days}")
 
 
+def page(
+    folder: DirArgument,
+    show: Annotated[bool, typer.Option("--open", help="also open it in this machine's browser")] = False,
+) -> None:
+    """Show the address of the page of a running server, with the observer's token; it lets one look, no more."""
+    address = live_page.page_address(federation_folder.FederationFolder.open(folder))
+    console.show(address)
+    if show:
+        typer.launch(address)
+
+
+def health(folder: DirArgument) -> None:
+    """Ask a running server who is connected and what it does, as JSON; exit with 2 if it does not answer."""
+    console.show(json.dumps(live_page.health(federation_folder.FederationFolder.open(folder))))
+
+
 EXAMPLES: dict[Callable[..., None], str] = {
     join: "coterie federate join cleveland cleveland",
     sign: "coterie federate sign hearts cleveland.csr --clients cleveland",
@@ -185,6 +226,8 @@ EXAMPLES: dict[Callable[..., None], str] = {
     approve: "coterie federate approve cleveland",
     audit: "coterie federate audit cleveland/state/audit.log",
     nodes: "coterie federate nodes hearts",
+    page: "coterie federate page hearts",
+    health: "coterie federate health hearts",
 }
 
 

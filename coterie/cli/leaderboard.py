@@ -21,6 +21,7 @@ from coterie.leaderboard.tables import data_table, overall_table
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Compare all methods on many data sets under equal budgets.",
     epilog="Example: coterie leaderboard run --out leaderboard --workers 2",
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,6 +70,12 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CSV or Parquet file; printed as CSV if not given")
     ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T,T,...", help="survival: times at which to tell the probability of no event yet"
+        ),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Predict new rows, each with its client's model.
@@ -81,14 +88,30 @@ def predict(
     if out is not None and out.suffix not in (".csv", ".parquet", ".pq"):
         raise SettingError(f"--out {out}: give it a name that ends in .csv or .parquet")
     predictor = Predictor.load(run)
-    predictions = predictor(source)
-    console.notes(prediction_notes(predictions, predictor.client_column))
-    write_json(json, predictions.to_dicts())
+    predictions = predictor(source, None if times is None else _times(times))
+    console.notes(prediction_notes(predictions, predictor.client_output))
+    write_json(json, [_json_row(row) for row in predictions.iter_rows(named=True)])
     if out is None:
         typer.echo(predictions.write_csv(), nl=False)
         return
     files.write_with(out, predictions.write_csv if out.suffix == ".csv" else predictions.write_parquet)
     console.show(f"{len(predictions)} predictions written to {out}")
+
+
+def _json_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with null for numbers that JSON has not."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+def _times(text: str) -> list[float]:
+    """Parse the value of `--times`."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingError(f"--times {text!r}: write numbers with commas, such as 30,365") from None
 
 
 def export(

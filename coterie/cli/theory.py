@@ -19,6 +19,7 @@ from coterie.theory.spectrum import Spectrum
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     help="Ask theory without data: predicted errors, rounds, crossovers.",
     epilog="Example: coterie theory risk --gamma 2 --r2 1 --rho2 2 --noise 0.25",
 )

@@ -11,17 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from coterie import models
-from coterie._core.errors import SettingError
+from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import from_the_theory, make
 from coterie.cli import console
 from coterie.cli.arguments import (
     AggregateOption,
+    ClassWeightsOption,
     ClientOption,
     ClusterOption,
     DeltaOption,
     DeviceOption,
     DropOption,
     EpsilonOption,
+    EventOption,
     FoldsOption,
     JsonOption,
     KeepOption,
@@ -38,9 +40,11 @@ from coterie.cli.arguments import (
     TableArgument,
     TargetOption,
     TaskOption,
+    TimeOption,
     UnitOption,
     WorkersOption,
     assignments,
+    class_weights,
     find_table,
     grouping_columns,
     method_for,
@@ -54,10 +58,12 @@ from coterie.cli.arguments import (
 from coterie.cli.models import report_beside
 from coterie.engine.federation import Federation
 from coterie.engine.worker_links import WorkerLost
-from coterie.report.tables import certified, comparison_tables, run_notes, run_summary, run_table
+from coterie.models.trees import with_loss_of
+from coterie.report.comparison_tables import comparison_tables, drift_notes
+from coterie.report.tables import certified, run_notes, run_summary, run_table
 from coterie.report.tables import search_table as as_table
 from coterie.report.weights import save_weights
-from coterie.select.auto import ChosenRun
+from coterie.select.auto import ChosenRun, journal_of
 from coterie.select.compare import compare as run_comparison
 from coterie.select.entrants import BASELINES
 from coterie.select.fit import fit as train
@@ -75,6 +81,8 @@ def compare(
     table: TableArgument,
     client: ClientOption,
     target: TargetOption,
+    event: EventOption = None,
+    time: TimeOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     algorithms: Annotated[
@@ -96,9 +104,16 @@ def compare(
     budget: Annotated[int, typer.Option(min=1, metavar="N", help="settings tried per method")] = 8,
     metric: MetricOption = None,
     model: ModelOption = "linear",
+    weights: ClassWeightsOption = None,
     device: DeviceOption = "cpu",
     drop: DropOption = None,
     keep: KeepOption = None,
+    guard: Annotated[
+        bool,
+        typer.Option(
+            "--guard", help="clients keep their own model where validation rows speak against a method"
+        ),
+    ] = False,
     json: JsonOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="folder for models, metrics and per-client results")
@@ -116,6 +131,8 @@ def compare(
             client,
             target,
             cluster=grouping_columns(cluster),
+            event=event,
+            time=time,
             task=task,
             drop=drop or (),
             keep=keep or (),
@@ -132,10 +149,15 @@ def compare(
             watch=watch,
             metric=metric,
             model=model,
+            class_weights=class_weights(weights),
             device=device,
+            guard=guard,
         )
     console.notes(comparison.warnings)
     console.show(*comparison_tables(comparison, console.width()), comparison.verdict())
+    if guard:
+        console.show("\n".join(f"Guard: {text}" for text in comparison.guard_sentences()))
+    console.notes(drift_notes(comparison))
     write_json(json, comparison.json())
     if out is not None:
         console.show(f"Written to {out}")
@@ -154,6 +176,8 @@ def fit(
         ),
     ] = None,
     settings: SetOption = None,
+    event: EventOption = None,
+    time: TimeOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     rounds: RoundsOption = 100,
@@ -170,6 +194,7 @@ def fit(
     ] = "last",
     metric: MetricOption = None,
     model: ModelOption = "linear",
+    weights: ClassWeightsOption = None,
     device: DeviceOption = "cpu",
     checkpoint_every: Annotated[
         int, typer.Option(min=0, metavar="N", help="rounds between checkpoints; 0 goes by time")
@@ -196,6 +221,9 @@ def fit(
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="say which fast paths computed what")] = False,
+    ensemble: Annotated[
+        bool, typer.Option("--ensemble/--no-ensemble", help="auto: average finalists where that is better")
+    ] = True,
     json: JsonOption = None,
 ) -> None:
     """Train one method and save a model per client."""
@@ -209,11 +237,14 @@ def fit(
         raise SettingError("--budget-mb is for one training, and --refit trains again; leave one of them out")
     require_place(json)
     privacy = privacy_of(epsilon, delta, unit)
+    own = None if isinstance(method, str) else method.own_model(rounds)
     fed = Federation.from_table(
         find_table(table),
         client,
         target,
         cluster=grouping_columns(cluster),
+        event=event,
+        time=time,
         task=task,
         drop=drop or (),
         keep=keep or (),
@@ -221,7 +252,8 @@ def fit(
         seed=seed,
         dropout=dropout,
         l2=l2,
-        model=(None if isinstance(method, str) else method.own_model(rounds)) or model,
+        model=model if own is None else with_loss_of(own, model),
+        class_weights=class_weights(weights),
         device=device,
         privacy=privacy,
     )
@@ -251,6 +283,7 @@ def fit(
             privacy=privacy,
             workers=workers,
             exact=exact,
+            ensemble=ensemble,
         )
     if accuracy is not None:
         console.notes([certified(run, accuracy)])
@@ -315,6 +348,12 @@ def adapters(
         seed=seed,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
+    if select == "best" and not fed.has_rows("validation"):
+        raise DataError(
+            f"{texts}: no client has a document left to validate on. Whole documents go to training, validation or "
+            "test; give clients about ten each (files, or parts between blank lines), or deploy the last adapters: "
+            "--select last"
+        )
     with _resumable(out), console.progress() as watch:
         run = train(fed, method, rounds, out, select=select, watch=_rounds(watch, algorithm))
     _finished(run, json)
@@ -364,7 +403,9 @@ def tune(
     ] = None,
     metric: MetricOption = None,
     model: ModelOption = "linear",
+    weights: ClassWeightsOption = None,
     device: DeviceOption = "cpu",
+    event: EventOption = None,
     cluster: ClusterOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
@@ -386,12 +427,14 @@ def tune(
         "client": client,
         "target": target,
         "cluster": grouping_columns(cluster),
+        **({} if event is None else {"event": event}),
         "task": task,
         "drop": tuple(drop or ()),
         "keep": tuple(keep or ()),
         "split": shares(split),
         "seed": seed,
         "model": model,
+        **({} if weights is None else {"class_weights": class_weights(weights)}),
         "device": device,
     }
     with console.progress() as watch:
@@ -411,6 +454,8 @@ def tune(
     changed = {name: value for name, value in found.algorithm.settings().items() if value != usual[name]}
     by = f"--metric {metric} " if metric else ""
     kind = f"--model {model} " if model != "linear" else ""
+    kind += f"--class-weights {weights} " if weights else ""
+    kind += f"--event {event} " if event else ""
     options = " ".join(f"--set {name}={value}" for name, value in changed.items())
     console.show(
         f"coterie fit {table} --client {client} --target {target} --algorithm {algorithm} "
@@ -431,6 +476,8 @@ def _resumable(folder: Path) -> Iterator[None]:
     except (KeyboardInterrupt, WorkerLost):
         if (folder / "config.toml").exists():
             console.notes([f"Stopped. Go on with: coterie resume {folder}"])
+        elif journal_of(folder).exists():
+            console.notes(["Stopped. The same command goes on where the race is."])
         raise
 
 
