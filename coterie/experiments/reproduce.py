@@ -31,14 +31,17 @@ STDERR_LINES = 12  # of a failed job, shown to the user
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table: a number or claim of the paper, and ours (mean and sd over seeds)."""
+    """One row of the table: a number or claim of the paper, and ours (mean and sd over seeds).
+
+    `ok` is None for a row that is shown and not judged.
+    """
 
     label: str
     metric: str
     paper: float | str | None
     ours: float
     sd: float
-    ok: bool
+    ok: bool | None
 
     def json(self) -> Table:
         """Return the row as JSON values; a finding in words has no number."""
@@ -47,7 +50,8 @@ class Result:
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, under `HEADER`."""
         paper = f"{self.paper:.4g}" if isinstance(self.paper, int | float) else self.paper or ""
-        return self.label, self.metric, paper, f"{self.ours:.4g} ± {self.sd:.2g}", "yes" if self.ok else "no"
+        verdict = {True: "yes", False: "no", None: "shown"}[self.ok]
+        return self.label, self.metric, paper, f"{self.ours:.4g} ± {self.sd:.2g}", verdict
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Reproduction:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is as close to the paper as the experiment demands."""
-        return all(result.ok for result in self.results)
+        """Whether every row that is judged is as close to the paper as the experiment demands."""
+        return all(result.ok is not False for result in self.results)
 
     def json(self) -> Table:
         """Return what table.json holds."""
@@ -96,7 +100,7 @@ class Reproduction:
         for name in HEADER:
             table.add_column(name, justify="left" if name in ("label", "metric") else "right")
         for result in self.results:
-            table.add_row(*result.cells(), style=None if result.ok else "red")
+            table.add_row(*result.cells(), style="red" if result.ok is False else None)
         return table
 
     def markdown(self) -> str:
@@ -351,7 +355,8 @@ def _row(experiment: Experiment, row: Row, records: Records) -> Result:
         row.tolerance is None or isinstance(row.paper, str | None) or abs(ours - row.paper) <= row.tolerance
     )
     inside = (row.at_least is None or ours >= row.at_least) and (row.at_most is None or ours <= row.at_most)
-    return Result(row.label, row.metric, row.paper, ours, _spread(values), near and inside)
+    ok = None if row.shown else near and inside
+    return Result(row.label, row.metric, row.paper, ours, _spread(values), ok)
 
 
 def _claim(experiment: Experiment, claim: Claim, records: Records) -> Result:

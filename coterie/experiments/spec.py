@@ -74,6 +74,7 @@ class Row:
     tolerance: float | None = None
     at_least: float | None = None
     at_most: float | None = None
+    shown: bool = False  # printed and not judged
     against: str = "local"
 
 
@@ -299,8 +300,14 @@ def _check(experiment: Experiment) -> None:
     for row in experiment.rows:
         with naming(path, f"[[rows]] {row.label!r}"):
             _check_metric(experiment, row, (row.run,))
-            if row.tolerance is None and row.at_least is None and row.at_most is None:
-                raise SettingError("nothing is checked; give a tolerance, at_least or at_most")
+            judged = any(bar is not None for bar in (row.tolerance, row.at_least, row.at_most))
+            if not judged and not row.shown:
+                raise SettingError(
+                    "nothing is checked; give a tolerance, at_least or at_most, or shown = true for a row that is "
+                    "printed and not judged"
+                )
+            if judged and row.shown:
+                raise SettingError("shown = true is for rows without tolerance, at_least and at_most")
             if row.tolerance is not None and isinstance(row.paper, str | None):
                 raise SettingError("a tolerance needs the number of the paper")
     for claim in experiment.claims:
