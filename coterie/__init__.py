@@ -12,7 +12,7 @@ import logging
 import os
 from typing import Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 # Threads that wait for each other sleep rather than spin: on a machine with other things to do, spinning makes torch up
 # to fifty times slower. Read when torch is first imported, so it has no effect where that was before.

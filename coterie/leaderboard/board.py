@@ -21,7 +21,7 @@ from coterie.leaderboard.page import leaderboard_page
 from coterie.leaderboard.plan import PLAN, REFERENCE, SCHEMA, Budget, Job, Plan
 from coterie.leaderboard.workers import Watch, carry_out
 from coterie.models.metrics import find as find_metric
-from coterie.report.tables import describe_algorithm
+from coterie.report.catalogue_tables import describe_algorithm
 
 RESULT, PAGE, STORED = "leaderboard.json", "leaderboard.html", "stored.json"
 FORMAT = f"coterie-leaderboard/{SCHEMA}"
