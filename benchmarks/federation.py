@@ -1,0 +1,257 @@
+"""How many nodes and rounds a federation on one machine holds: seconds a round, and megabytes of every process.
+
+    python -m benchmarks.federation nodes --nodes 200 --rounds 10
+    python -m benchmarks.federation rounds --rounds 10000 --nodes 3
+    python -m benchmarks.federation rounds --rounds 10000 --in-process
+
+`nodes` starts a server and so many nodes, each a process of its own that runs what `coterie federate node` runs, with a
+key, a certificate, a policy, a table, an audit log and state of its own. They are forks of a process that has imported
+everything, so that they share the pages of Python and torch; shared pages are counted once (`Pss`). `rounds` starts a
+server and such nodes, but no forks, and shows what each process has allocated as rounds go by; `--in-process` has the
+job and three nodes in one process and no SuperLink, so that a round takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from coterie.algorithms import make
+from coterie.data.federated import Roles
+from coterie.deploy import federation_folder, job
+from coterie.deploy.demo import process
+from coterie.deploy.federation_folder import FederationFolder, command, load_flower, serve_node
+from coterie.deploy.in_process import InProcessTransport
+from coterie.deploy.job import JobRequest
+from coterie.deploy.node_service import NodeService
+from coterie.deploy.policy import Policy
+
+ROWS = 40
+ROLES = Roles("client", "y")
+GROWS = "Anonymous"  # memory in which growth would be seen
+OPEN = {"rounds": 10**6, "messages_per_run": 10**8, "messages_per_day": 10**8, "runs_per_day": 100}
+
+
+def table(number: int) -> Any:
+    """Return the rows of a node: ten numbers and a class."""
+    import numpy
+    import polars
+
+    draw = numpy.random.default_rng(number)
+    x = draw.normal(size=(ROWS, 10))
+    y = (x[:, 0] + x[:, 1] * (number % 3) > draw.normal(size=ROWS)).astype(int)
+    return polars.DataFrame({f"x{k}": x[:, k] for k in range(10)} | {"y": y})
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def megabytes(pid: int, kind: str = "Pss") -> float:
+    """Return the memory of a process and of those that it started.
+
+    `Pss` counts a page that several processes have once, `Anonymous` what was allocated, without files.
+    """
+    total = 0.0
+    for one in family(pid):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) / 1024
+    return total
+
+
+def prepare(path: Path, count: int) -> FederationFolder:
+    """Return a federation of so many nodes, each with its table and policy."""
+    names = [f"n{k:03d}" for k in range(count)]
+    opened = federation_folder.init(
+        path, {name: [name] for name in names}, ROLES, port=federation_folder.free_port()
+    )
+    for k, name in enumerate(names):
+        rows, place = table(k), path / "nodes" / name
+        rows.write_parquet(place / "rows.parquet")
+        Policy.strict(rows, ROLES, **OPEN).write(place / "policy.toml")
+    return opened
+
+
+def hold(path: Path, names: list[str]) -> None:
+    """Be these nodes, a process each, until this process ends."""
+    load_flower()
+    opened = FederationFolder.open(path)
+    gc.collect()
+    gc.freeze()  # collecting would write to pages that the processes share
+    for name in names:
+        if len(names) == 1 or os.fork() == 0:
+            place = path / "nodes" / name
+            address = f"127.0.0.1:{opened.port}"
+            serve_node(place, str(place / "rows.parquet"), name, address, False, lambda text: None)
+            os._exit(0)
+    signal.pause()
+
+
+@contextlib.contextmanager
+def running(path: Path, count: int, together: bool) -> Iterator[tuple[FederationFolder, dict[str, int]]]:
+    """Start a server and nodes, as forks of one process or not; yield the federation and the processes by name."""
+    os.environ["PYTHONPATH"] = str(
+        Path(__file__).parents[1]
+    )  # processes run this tree, whatever is installed
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    opened = prepare(path, count)
+    names = list(opened.nodes)
+    with ExitStack() as stack:
+        words = command("federate", "server", path, "--host", "127.0.0.1", "--page", "0")
+        pids = {"server": stack.enter_context(process(words, path / "server.log", environment)).pid}
+        federation_folder.wait_for_port("127.0.0.1", opened.port, 600.0)
+        for k, some in enumerate([names] if together else [[name] for name in names]):
+            held = [sys.executable, "-m", "benchmarks.federation", "hold", "--folder", str(path)]
+            name = "nodes" if together else names[k]
+            pids[name] = stack.enter_context(
+                process([*held, "--names", *some], path / f"held-{k}.log", environment)
+            ).pid
+        operator = opened.operator(observe=True)
+        end = time.monotonic() + 1200
+        while sum(state == "online" for state in operator.nodes().values()) < count:
+            if time.monotonic() > end:
+                raise SystemExit(f"not all of {count} nodes came: {operator.nodes()}")
+            time.sleep(1.0)
+        yield opened, pids
+
+
+def train(opened: FederationFolder, rounds: int, watch: Any) -> Path:
+    """Run FedAvg on all nodes and return the job."""
+    plan = {"rounds": rounds, "select": "last", "checkpoint_every": 0, "evaluate_every": 0}
+    made = federation_folder.start(opened, make("fedavg"), "long", plan, deadline=900.0, patience=900.0)
+    federation_folder.follow(made, watch, limit=900.0)
+    return made
+
+
+def nodes(count: int, rounds: int) -> dict[str, Any]:
+    """Measure a run with many nodes."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.monotonic()
+        with running(Path(folder) / "many", count, True) as (opened, pids):
+            came = time.monotonic() - begun
+            idle = megabytes(pids["server"])
+            most = [idle]
+            made = train(opened, rounds, lambda told: most.append(megabytes(pids["server"])))
+            told = federation_folder.progress(made)
+            result = json.loads((opened.path / "runs" / "long" / "result.json").read_text())
+            return {
+                "nodes": count,
+                "rounds": rounds,
+                "all connected after": round(came, 1),
+                "seconds a round": round(told["seconds"] / rounds, 2),
+                "answers missed": len(result["left_out"]),
+                "models at nodes": len(told["models_at"]),
+                "MB of the server, idle": round(idle),
+                "MB of the server and the job, most": round(max(most)),
+                "processes of nodes": len(family(pids["nodes"])) - 1,
+                "MB of the nodes": round(megabytes(pids["nodes"])),
+            }
+
+
+def long_run(count: int, rounds: int, every: int, limit: float) -> list[dict[str, Any]]:
+    """Measure memory by round, over a real SuperLink; a time limit in seconds stops it early."""
+    seen: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with running(Path(folder) / "long", count, False) as (opened, pids):
+            end = time.monotonic() + limit
+
+            def watch(told: dict[str, Any]) -> None:
+                t = told.get("round", 0)
+                if t and (not seen or t - seen[-1]["round"] >= every):
+                    seen.append(
+                        {"round": t} | {name: round(megabytes(pid, GROWS), 1) for name, pid in pids.items()}
+                    )
+                    print(seen[-1], flush=True)
+                if time.monotonic() > end:
+                    raise TimeoutError
+
+            with contextlib.suppress(TimeoutError):
+                train(opened, rounds, watch)
+    return seen
+
+
+def in_process(rounds: int, every: int, count: int = 3) -> list[dict[str, Any]]:
+    """Measure memory by round where job and nodes are this process."""
+    seen: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        services = {
+            f"n{k}": NodeService(
+                table(k), place / f"n{k}", f"n{k}", policy=Policy.strict(table(k), ROLES, **OPEN)
+            )
+            for k in range(count)
+        }
+        plan = {"rounds": rounds, "select": "last", "checkpoint_every": 0, "evaluate_every": 100}
+        algorithm = make("ditto")
+        made = place / "jobs" / "long"
+        JobRequest(
+            str(place / "runs" / "long"),
+            {"name": algorithm.name, "settings": algorithm.settings()},
+            plan,
+            ROLES.to_json(),
+            {name: [name] for name in services},
+        ).write(made)
+        state = job.Reporter.state
+
+        def noted(reporter: job.Reporter, text: str, **more: Any) -> None:
+            state(reporter, text, **more)
+            t = more.get("round", 0)
+            if t and t % every == 0:
+                seen.append({"round": t, "MB": round(megabytes(os.getpid(), GROWS), 1)})
+                print(seen[-1], flush=True)
+
+        job.Reporter.state = noted  # type: ignore[method-assign]
+        job.work(made, InProcessTransport(services))
+        told = federation_folder.progress(made)
+        if told["state"] != "finished":
+            raise SystemExit(f"the run ended with {told}")
+    return seen
+
+
+def main() -> None:
+    """Measure what was asked for and print it as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("nodes", "rounds", "hold"))
+    parser.add_argument("--nodes", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--every", type=int, default=500, help="rounds between two looks at memory")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a long run is stopped")
+    parser.add_argument("--in-process", action="store_true")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--names", nargs="*", default=[])
+    asked = parser.parse_args()
+    if asked.what == "hold":
+        hold(asked.folder, asked.names)
+    found: Any
+    if asked.what == "nodes":
+        found = nodes(asked.nodes, asked.rounds)
+    elif asked.in_process:
+        found = in_process(asked.rounds, asked.every)
+    else:
+        found = long_run(asked.nodes, asked.rounds, asked.every, asked.limit)
+    load = os.getloadavg()[0]
+    print(json.dumps({"load": round(load, 1), "cores": os.cpu_count(), "found": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
