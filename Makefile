@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all e2e fuzz browser lint format bench bench-check docs docs-test lock release-check clean
+.PHONY: demo test test-slow test-all e2e fuzz faults browser lint format bench bench-check docs docs-version docs-test lock release-check clean
 .NOTPARALLEL:
 
 demo: .venv/.core
@@ -20,13 +20,18 @@ test-slow: .venv/.test .venv/.docs browser
 
 test-all: test test-slow
 
-# One process, because the tests share one federation.
+# One process, because the tests share one federation. FLWR=1.42.0 takes another version of Flower, beside the pinned one.
 e2e: .venv/.test
-	$(BIN)/pytest -n 0 -m e2e tests/e2e
+	$(if $(FLWR),test -d .flwr/$(FLWR) || $(BIN)/python -m pip install --quiet --no-deps --target .flwr/$(FLWR) flwr==$(FLWR))
+	$(if $(FLWR),PYTHONPATH=$(CURDIR)/.flwr/$(FLWR) )$(BIN)/pytest -n 0 -m e2e tests/e2e
 
 # Random tables, damaged files and all commands; prints counts, what went wrong, and the time left.
 fuzz: .venv/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --tables 10000
+
+# Commands and federations are killed at random moments, disks are full, certificates are old; takes an hour or two.
+faults: .venv/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --moments 20
 
 # The report is tested in a real browser; without one those tests are skipped.
 browser:
@@ -46,6 +51,12 @@ format: .venv/.lint
 # The documentation, in site/index.html; warnings are errors, and nothing is fetched.
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The same as a version of its own on the branch gh-pages, beside those that are there; nothing is pushed.
+docs-version: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 DOCS_VERSIONS=mike $(BIN)/mike deploy --update-aliases \
+		$$(sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' coterie/__init__.py) latest
+	$(BIN)/mike set-default latest
 
 # Every command, snippet and notebook of the documentation is run.
 docs-test: .venv/.test .venv/.docs
@@ -90,9 +101,10 @@ release-check: .venv/.release
 	$(PIP) "coterie[release]"
 	touch $@
 
-# Write down the versions in .venv as the new pins.
+# Write down the versions in .venv as the new pins, and look up the hashes of their files.
 lock: .venv/.test .venv/.lint .venv/.docs .venv/.release
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' | sort -f > constraints.txt
+	$(BIN)/python -m release.lock
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,7 +22,10 @@ def main() -> None:
     parser.add_argument(
         "--install",
         metavar="WAYS",
-        help="ways to install, with commas (core, pure, sdist, tune …); '' for none",
+        help="ways to install, with commas (core, pure, sdist, tune, lowest …); '' for none",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also the ways that these very files passed before"
     )
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -51,9 +54,8 @@ def main() -> None:
                     + " ".join(run(sys.executable, "-m", "auditwheel", "show", built.wheel).split())[:160]
                     + " …"
                 )
-        step("install and try")
         ways = None if arguments.install is None else [way for way in arguments.install.split(",") if way]
-        install.everywhere(built, ways)
+        install.everywhere(built, step, ways, again=arguments.again)
     except Failed as problem:
         print(f"FAILED: {problem}", file=sys.stderr)
         sys.exit(1)

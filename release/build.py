@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -70,7 +71,7 @@ def _build(source: Path, out: Path) -> Built:
     with tarfile.open(archive) as packed:
         packed.extractall(source, filter="data")
     archive.unlink()
-    build = (sys.executable, "-m", "build", "--outdir", out)
+    build = (*_builder(), "--outdir", out)
     for what, plain in (("--sdist", ""), ("--wheel", ""), ("--wheel", "1")):
         run(*build, what, source, **_settings(), COTERIE_PLAIN=plain)
     wheels = {path.name.endswith("none-any.whl"): path for path in out.glob("*.whl")}
@@ -87,16 +88,27 @@ def same_from_sdist(built: Built, work: Path) -> None:
         raise Failed(f"the sdist lacks {sorted(missing)}")
     folder = next(path for path in work.iterdir() if path.is_dir())
     for wheel, plain in ((built.wheel, ""), (built.pure, "1")):
-        run(sys.executable, "-m", "build", "--wheel", folder, **_settings(), COTERIE_PLAIN=plain)
+        run(*_builder(), "--wheel", folder, **_settings(), COTERIE_PLAIN=plain)
         if sha256(folder / "dist" / wheel.name) != sha256(wheel):
             raise Failed(f"{wheel.name} from the sdist has other bytes")
     print(f"   the sdist has all {len(committed)} files and builds to the same wheels")
 
 
+def _builder() -> tuple[str, ...]:
+    """Return the build command; uv sets up its environments in a tenth of pip's time."""
+    return (sys.executable, "-m", "build", *(("--installer", "uv") if find_uv() else ()))
+
+
 def _settings() -> dict[str, str]:
     """Return what makes builds alike: the time of the commit, and the pinned build backend."""
     seconds = run("git", "log", "-1", "--format=%ct", folder=ROOT).strip()
-    return {"SOURCE_DATE_EPOCH": seconds, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    pins = str(ROOT / "constraints.txt")
+    return {"SOURCE_DATE_EPOCH": seconds, "PIP_CONSTRAINT": pins, "UV_CONSTRAINT": pins}
+
+
+def find_uv() -> str | None:
+    """Return the path of uv, beside this Python or anywhere, or None."""
+    return shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
 
 def sha256(path: Path) -> str:

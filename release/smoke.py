@@ -19,7 +19,8 @@ table = polars.read_csv(bundled.path("heart_disease")).filter(polars.col("hospit
 table.with_columns(hospital=polars.lit("elsewhere")).write_csv("elsewhere.csv")
 for client, text in (("de", "die katze schläft im haus. "), ("nl", "de kat slaapt in het huis. ")):
     pathlib.Path("texts", client).mkdir(parents=True)
-    pathlib.Path("texts", client, "a.txt").write_text(text * 60, encoding="utf-8")
+    for number in range(12):  # documents: some train, some validate, some test
+        pathlib.Path("texts", client, f"{number}.txt").write_text(text * 10, encoding="utf-8")
 """
 LANGUAGE_MODEL = """
 import transformers
@@ -151,7 +152,9 @@ def _run(words: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COTERIE"))
     }
     environment |= {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    environment["MLFLOW_TRACKING_URI"] = (folder / "mlruns").as_uri()
+    environment["PYTHONPYCACHEPREFIX"] = str(
+        folder.with_name("bytecode")
+    )  # what one environment compiled, others have
     return subprocess.run(
         [str(word) for word in words],
         cwd=folder,
