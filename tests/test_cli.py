@@ -249,6 +249,20 @@ class TestFit:
             refused = command("fit", *HEART, *words, "--out", tmp_path / "no")
             assert refused.code == 2 and said in refused.err and not (tmp_path / "no").exists()
 
+    def test_classes_are_weighed_as_asked(self, command: Command, tmp_path: Path) -> None:
+        run, no = tmp_path / "run", tmp_path / "no"
+        shown = command("fit", *HEART, "--class-weights", "balanced", "--rounds", 2, "--out", run)
+        assert shown.code == 0, shown.err
+        low, high = read(run / "models" / "model.json")["model"]["class_weights"]
+        assert low != high and 1 / low + 1 / high == pytest.approx(2)
+        assert command("resume", run).code == 0
+        wrong = {"even": "give 'balanced'", "2=3": "no class '2'", "1=x": "write balanced", "1=0": "positive"}
+        for text, said in wrong.items():
+            refused = command("fit", *HEART, "--class-weights", text, "--out", no)
+            assert refused.code == 2 and said in refused.err and not no.exists()
+        refused = command("fit", *HEART, "--model", "mlp", "--class-weights", "balanced", "--out", no)
+        assert refused.code == 2 and "no class weights" in refused.err
+
     def test_progress_is_on_standard_error_and_only_on_terminals(self, tmp_path: Path) -> None:
         arguments = [*HEART, "--rounds", "5", "--out", str(tmp_path / "run")]
         screen, terminal = pty.openpty()

@@ -25,7 +25,21 @@ SHORT = {
     "tune": ["--rounds", "3", "--trials", "2"],
     "reproduce": ["--quick", "--jobs", "1"],
 }
-SLOW = {"reproduce.md", "tutorial.md", "auto.md", "choose.md", "sklearn.md", "leaderboard.md"}  # not quick
+SLOW = {
+    "reproduce.md",
+    "tutorial.md",
+    "auto.md",
+    "choose.md",
+    "sklearn.md",
+    "leaderboard.md",
+    "survival.md",
+    "time.md",
+    "workers.md",
+    "privacy.md",
+    "recipes.md",
+    "export.md",
+    "algorithms/hierarchical.md",
+}
 
 
 @dataclass(frozen=True)
@@ -267,6 +281,7 @@ def test_commands_that_are_mentioned_exist() -> None:
             while hasattr(at, "commands") and words and not words[0].startswith("-"):
                 assert words[0] in at.commands, f"{page.name}: no command in `{text}`"
                 at = at.commands[words.pop(0)]
-            known = {option for parameter in at.params for option in parameter.opts} | {"--help"}
+            options = (option for one in at.params for option in (*one.opts, *one.secondary_opts))
+            known = {*options, "--help"}
             shown = {word.strip("[],") for word in words if word.startswith("--")}
             assert shown <= known, f"{page.name}: `{text}` has no {sorted(shown - known)}"

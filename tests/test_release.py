@@ -15,7 +15,7 @@ import pytest
 import coterie
 from coterie._core.extras import EXTRAS
 from coterie.cli import COMMANDS
-from release import install, smoke
+from release import install, lock, smoke
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -113,3 +113,31 @@ def test_without_a_compiler_there_is_a_reason(
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no-such-compiler" in hooks.compile_to(tmp_path / "kernels.so")
     assert not list(tmp_path.iterdir())
+
+
+def test_requirements_with_hashes_are_those_of_the_constraints() -> None:
+    """`make lock` writes both; a package that is in one only would be installed without its hash, or not at all."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+    pinned = {lock.name_of(name): version for name, version in pins.items()}
+    core = [name for name in ("torch", "cuda", "core") for name in hashed(name)]
+    assert {path.stem for path in lock.FOLDER.glob("*.txt")} == set(lock.purposes())
+    for purpose in lock.purposes():
+        found = hashed(purpose)
+        lacking = set(lock.direct(purpose)) - set(found) - set(core)
+        assert not lacking, f"requirements/{purpose}.txt lacks {sorted(lacking)}; run `make lock`"
+        for name, (version, hashes) in found.items():
+            assert version == pinned.get(name, version), (
+                f"requirements/{purpose}.txt: {name}; run `make lock`"
+            )
+            assert hashes, name
+        if purpose not in ("torch", "cuda", "core", "build"):
+            assert not set(found) & set(hashed("core")), "what the core has is not repeated"
+
+
+def hashed(purpose: str) -> dict[str, tuple[str, list[str]]]:
+    """Return version and hashes of the packages in a file of requirements/."""
+    text = (lock.FOLDER / f"{purpose}.txt").read_text(encoding="utf-8")
+    found = lock.read(text).items()
+    return {
+        name: (pin.split()[0].partition("==")[2], re.findall(r"sha256:\w{64}\b", pin)) for name, pin in found
+    }

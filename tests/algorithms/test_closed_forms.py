@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from coterie import Federation, fit, models
-from coterie.algorithms import make
+from coterie.algorithms import Ditto, make
 
 D, SIZES = 4, (3, 8, 20, 33, 50)
 RNG = np.random.default_rng(0)
@@ -92,6 +92,18 @@ def test_ditto_draws_its_two_descents_apart(batch):
     personal = (torch.tensor(SHARE).unsqueeze(-1) * run.personal).sum(0)
     apart = float((personal - run.state.x).norm() / run.state.x.norm())
     assert apart > 1e-3 if batch else apart < 1e-12
+
+
+class SharedDescent(Ditto):
+    """Ditto without its personal descent."""
+
+    def train(self, client, x):
+        return client.sgd(x, self.lr, self.steps)
+
+
+def test_personal_descent_of_ditto_takes_no_minibatch_from_the_shared_one():
+    both, shared = (fit(world(), kind(lr=0.01, batch=4), rounds=3) for kind in (Ditto, SharedDescent))
+    torch.testing.assert_close(both.state.x, shared.state.x, rtol=1e-12, atol=0)
 
 
 def test_ditto_without_pull_is_local_and_oracle_on_one_cluster_is_fedavg():

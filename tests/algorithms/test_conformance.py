@@ -17,9 +17,22 @@ from coterie.conformance.runtimes import RUNTIMES
 from coterie.deploy import messages
 from coterie.deploy.loopback import LoopbackRuntime
 
+# One method for each thing that a runtime does: sums, kept models, pairs, clusters, compressed messages, messages
+# between clients, coins, histograms, buffers. The others meet other runtimes than the stack in slow tests, and files
+# that are written and read again.
+EVERYWHERE = {"fedavg", "ditto", "cobo", "ifca", "flix", "fc", "async-l2gd", "trees", "fedbn"}
+LONG = ("resumed_files_are_the_same", "chunks_do_not_matter")
 
-@pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize("name", sorted(all_algorithms()))
+
+def promises():
+    for name in sorted(all_algorithms()):
+        for promise in PROMISES:
+            late = promise in LONG or ("/" in promise and not promise.endswith("/stacked"))
+            marks = [pytest.mark.slow] if late and name not in EVERYWHERE else []
+            yield pytest.param(name, promise, marks=marks, id=f"{name}-{promise}")
+
+
+@pytest.mark.parametrize(("name", "promise"), list(promises()))
 def test_promise(name, promise):
     algorithm = all_algorithms()[name]()
     PROMISES[promise](algorithm.replace(batch=4 if algorithm.batch else 0))

@@ -12,7 +12,9 @@ from coterie import Federation, fit, models
 from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import make
 from coterie.algorithms.crossed_cells import layout
+from coterie.cli.arguments import known_and_groups
 from coterie.data.federated import Roles, describe
+from coterie.data.grouping import decide
 from coterie.deploy.federation_plan import RunRequest, connect, survey
 from coterie.deploy.in_process import InProcessTransport
 from coterie.deploy.loopback import LoopbackRuntime
@@ -310,8 +312,19 @@ def test_intervals_tests_and_what_is_recorded():
     recorded = run.algorithm.observe(run.fed, run.state)
     scale = fed.table.target_scale
     assert float(recorded["sd lecturer"]) == pytest.approx(scale * found["estimate"][2] ** 0.5)
-    with pytest.raises(SettingError, match="no intervals with several grouping columns"):
-        run.effects()
+    effects = run.effects(0.9)
+    levels = effects.filter(pl.col("client") == "(all)")
+    assert len(levels) == 16 and effects.filter(pl.col("client") == "s03")["coefficient"].to_list() == [
+        "x",
+        "(intercept)",
+    ]
+    own = effects.filter(pl.col("coefficient") == "(intercept)")
+    assert np.abs(own["estimate"].to_numpy() - run.personal[:, -1].numpy()).max() < 1e-3
+    assert (own["lower"] < own["estimate"]).all() and own["shrinkage"].is_between(0, 1).all()
+    frame = table(5, students=30, lecturers=12)
+    known = run.intervals(0.9).predict(frame)
+    inside = (known["lower"] < frame["y"]) & (frame["y"] < known["upper"])
+    assert 0.85 < inside.mean() < 0.99
 
 
 def test_slopes_that_differ_between_clients():
@@ -370,5 +383,15 @@ def test_counts_of_a_table_are_predicted_as_counts():
 
 
 def test_a_node_refuses_known_clusters_that_cut_through_clients():
-    with pytest.raises(DataError, match="several clusters of column 'lecturer'"):
+    with pytest.raises(
+        DataError, match=r"several clusters of column 'lecturer'.*--cluster lecturer --cluster"
+    ):
         describe(table(1), Roles("student", "y", cluster="lecturer"), "node.csv")
+
+
+def test_a_column_that_is_named_twice_is_crossed():
+    """The remedy for nodes, which cannot see how the clients of others have their rows."""
+    assert known_and_groups(["lecturer"]) == ("lecturer", ())
+    assert known_and_groups(["lecturer", "lecturer"]) == (None, ("lecturer",))
+    known, groups, _ = decide(table(1), "student", ["school", "school"])
+    assert known is None and groups == ("school",)

@@ -1,4 +1,4 @@
-"""FedRoD, FedProto and kNN-Per against plain PyTorch on the same minibatches."""
+"""FedRoD, FedProto, GPFL and kNN-Per against plain PyTorch on the same minibatches."""
 
 from __future__ import annotations
 
@@ -124,6 +124,93 @@ def test_fedproto_is_that_of_torch(classes: int) -> None:
     torch.testing.assert_close(alone.personal[1], flat(by_itself), rtol=0, atol=1e-11)
 
 
+class Conditional(torch.nn.Module):
+    """What GPFL's authors call a conditional valve."""
+
+    def __init__(self, width: int, layers: Tensor) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList()
+        for values in layers.chunk(2):
+            weight, bias, gain, shift = values.split([width**2, width, width, width])
+            linear, norm = torch.nn.Linear(width, width), torch.nn.LayerNorm(width)
+            linear.weight.data, linear.bias.data = weight.view(width, width).clone(), bias.clone()
+            norm.weight.data, norm.bias.data = gain.clone(), shift.clone()
+            self.parts.append(torch.nn.Sequential(linear, torch.nn.ReLU(), norm))
+
+    def forward(self, features: Tensor, condition: Tensor) -> Tensor:
+        gain, shift = (part(condition) for part in self.parts)
+        return torch.relu(features * (gain + 1) + shift)
+
+    def flat(self) -> Tensor:
+        return torch.cat([value.detach().flatten() for value in self.parameters()])
+
+
+@pytest.mark.parametrize("classes", [3, 2, 0])
+def test_gpfl_is_that_of_torch(classes: int) -> None:
+    width, lam, mu = 5, 0.3, 0.02
+    fed = federation(network(classes, valve=True), classes)
+    algorithm = make("gpfl", lr=LR, steps=4, batch=5, lam=lam, mu=mu)
+    run = coterie.fit(fed, algorithm, ROUNDS)
+    outputs, embedded = (classes if classes > 2 else 1), max(classes, 1)
+    first, shared = fed.initial_model(), algorithm.start(fed).shared
+    body_size, head_size = (4 + 1) * width, (width + 1) * outputs
+    body, embeddings, layers = shared.split([body_size, embedded * width, 2 * width * (width + 3)])
+    assert torch.equal(body, first[:body_size])
+    heads = [first[-head_size:]] * fed.n
+    for t in range(1, ROUNDS + 1):
+        ends = []
+        for k in range(fed.n):
+            labels = (
+                fed.runtime.rows("train").of(k)[1].long() if classes else torch.zeros(1, dtype=torch.long)
+            )
+            base, head = torch.nn.Linear(4, width), torch.nn.Linear(width, outputs)
+            torch.nn.utils.vector_to_parameters(body.clone(), base.double().parameters())
+            torch.nn.utils.vector_to_parameters(heads[k].clone(), head.double().parameters())
+            table = torch.nn.Embedding.from_pretrained(embeddings.view(embedded, width).clone(), freeze=False)
+            valve, frozen = Conditional(width, layers).double(), table.weight.detach().clone()
+            generic = frozen.mean(0)
+            personal = torch.stack([(labels == c).double().mean() * frozen[c] for c in range(embedded)]).sum(
+                0
+            )
+            trained = [
+                torch.optim.SGD([*base.parameters(), *head.parameters()], LR),
+                torch.optim.SGD([*table.parameters(), *valve.parameters()], LR, weight_decay=mu),
+            ]
+            for rows, y, weight in minibatches(fed, algorithm, k, t, 4):
+                found = torch.tanh(base(rows))
+                scores, y_class = (
+                    head(valve(found, personal)),
+                    y.long() if classes else torch.zeros_like(y).long(),
+                )
+                if classes > 2:
+                    losses = functional.cross_entropy(scores, y_class, reduction="none")
+                elif classes == 2:
+                    losses = functional.binary_cross_entropy_with_logits(
+                        scores[:, 0], y.double(), reduction="none"
+                    )
+                else:
+                    losses = 0.5 * (scores[:, 0] - y).square()
+                common = valve(found, generic)
+                alike = functional.cosine_similarity(common.unsqueeze(1), table.weight.unsqueeze(0), dim=-1)
+                losses = losses + functional.cross_entropy(alike, y_class, reduction="none")
+                losses = losses + lam * torch.linalg.vector_norm(common - frozen[y_class], dim=1)
+                for one in trained:
+                    one.zero_grad()
+                (losses * weight).sum().backward()
+                for one in trained:
+                    one.step()
+            heads[k] = torch.cat([value.detach().flatten() for value in head.parameters()])
+            flat_body = torch.cat([value.detach().flatten() for value in base.parameters()])
+            ends.append({"all": torch.cat([flat_body, table.weight.detach().flatten(), valve.flat()])})
+        body, embeddings, layers = mean(ends, fed.rows["train"])["all"].split(
+            [body_size, embedded * width, len(layers)]
+        )
+    torch.testing.assert_close(run.state.shared, torch.cat([body, embeddings, layers]), rtol=0, atol=1e-10)
+    torch.testing.assert_close(run.personal[:, -head_size:], torch.stack(heads), rtol=0, atol=1e-10)
+    sent = ROUNDS * fed.n * (body_size + embedded * width + 2 * width * (width + 3))  # the head stays
+    assert run.fed.ledger.total("floats_up") == run.fed.ledger.total("floats_down") == sent
+
+
 def test_a_class_that_nobody_has_is_never_predicted() -> None:
     fed = federation(network(4), 3)
     run = coterie.fit(fed, make("fedproto", lr=LR), 2)
@@ -211,7 +298,12 @@ def test_a_store_has_room_for_so_many_rows() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("knn-per", "with_neighbours"), ("fedrod", "biases.*--model mlp"), ("fedproto", "biases.*--model mlp")],
+    [
+        ("knn-per", "with_neighbours"),
+        ("gpfl", "mlp.valve=True"),
+        ("fedrod", "biases.*--model mlp"),
+        ("fedproto", "biases.*--model mlp"),
+    ],
 )
 def test_a_model_without_what_is_needed_is_refused(name: str, said: str) -> None:
     with pytest.raises(SettingError, match=said):

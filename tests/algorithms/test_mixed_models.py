@@ -172,9 +172,28 @@ def test_an_intercept_that_helps_is_found_among_many_features():
     assert float(run.state.within[0, :-1].max()) < 0.1
 
 
+def _square(root):
+    lower = np.zeros((2, 2))
+    lower[np.tril_indices(2)] = root
+    return lower @ lower.T
+
+
+def _differences(function, point, step=1e-3):
+    """First and second derivatives by differences."""
+    moves = step * np.eye(len(point))
+    slope = np.array([function(point + m) - function(point - m) for m in moves]) / (2 * step)
+    bent = [
+        [sum(i * j * function(point + i * a + j * b) for i in (1, -1) for j in (1, -1)) for b in moves]
+        for a in moves
+    ]
+    return slope, np.array(bent) / (4 * step**2)
+
+
 @pytest.mark.slow
 def test_correlated_slopes_are_those_of_statsmodels():
     sm = pytest.importorskip("statsmodels.api")
+    from statsmodels.regression.mixed_linear_model import MixedLMParams
+
     rng = np.random.default_rng(2)
     root = np.array([[1.0, 0.0], [0.6, 0.5]])
     xs = [np.column_stack([rng.normal(size=12), np.ones(12)]) for _ in range(30)]
@@ -187,8 +206,19 @@ def test_correlated_slopes_are_those_of_statsmodels():
     found = maximum_likelihood(sums, "each", full=True)
     x, group = np.concatenate(xs), np.repeat(np.arange(30), 12)
     theirs = sm.MixedLM(np.concatenate(ys), x, group, exog_re=x).fit(reml=False)
-    assert np.abs(found.within[0].numpy() - theirs.cov_re).max() < 2e-3
+    assert np.abs(found.within[0].numpy() - theirs.cov_re).max() < 2e-3, "as far as their search goes"
     assert abs(found.noise - theirs.scale) < 1e-4
+
+    def theirs_at(root):
+        params = MixedLMParams.from_components(theirs.fe_params, cov_re=_square(root))
+        return theirs.model.loglike(params, profile_fe=True)
+
+    best = np.linalg.cholesky(found.within[0].numpy() / found.noise)[np.tril_indices(2)]
+    slope, bent = _differences(theirs_at, best)
+    assert np.sqrt(slope @ np.linalg.solve(-bent, slope)) < 1e-4, (
+        "standard deviations from the maximum of theirs"
+    )
+    assert theirs_at(best) >= theirs.llf - 1e-9
     fed = Federation.from_arrays([x[:, :1] for x in xs], ys, models.linear(intercept=True))
     run = fit(fed, make("hierarchical", grouping="one", effects="each", covariance="full"), rounds=1)
     effects = np.stack([theirs.random_effects[i] for i in range(30)]) + theirs.fe_params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import errno
 import os
@@ -13,10 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import polars
 import pytest
 
 from coterie._core import files, systems
 from coterie._core.errors import RunError, SettingError
+from coterie.data import bundled
+from coterie.report import pdf
 
 if TYPE_CHECKING:
     from tests.conftest import Command
@@ -69,8 +73,16 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "unlink", refuse_if_in_use(os.unlink, 0))
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail("os.kill would send Ctrl-C"))
     monkeypatch.setattr(systems, "sys", types.SimpleNamespace(platform="win32"))
+    lock = types.SimpleNamespace(locking=lambda file, how, count: None, LK_NBLCK=2)
+    monkeypatch.setitem(sys.modules, "msvcrt", lock)
     monkeypatch.setattr(systems, "_PATIENCE", 0.2)
     monkeypatch.setattr(systems.subprocess, "CREATE_NEW_PROCESS_GROUP", 512, raising=False)
+    ran = subprocess.run
+
+    def icacls(words: Any, *given: Any, **more: Any) -> Any:
+        return subprocess.CompletedProcess(words, 0) if words[0] == "icacls" else ran(words, *given, **more)
+
+    monkeypatch.setattr(subprocess, "run", icacls)
 
 
 @pytest.mark.usefixtures("windows")
@@ -88,18 +100,43 @@ def test_the_acted_windows_refuses(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("windows")
 def test_commands_on_windows(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    table = polars.read_csv(bundled.path("heart_disease")).head(40)
+    table.with_columns(hospital=polars.lit("elsewhere")).write_csv("elsewhere.csv")
     for words in (
         ("fit", *TABLE, "--algorithm", "ditto", "--rounds", "4", "--checkpoint-every", "1", "--out", "run"),
         ("resume", "run"),
         ("predict", "run", "heart_disease", "--out", "answers.csv"),
         ("export", "run", "--client", "cleveland", "--to", "csv"),
         ("report", "run"),
+        ("adapt", "run", "elsewhere.csv", "--out", "adapted"),
+        ("fit", *TABLE, "--algorithm", "ditto", "--rounds", "1", "--state-memory", "0.001", "--out", "large"),
+        ("advise", *TABLE, "--json", "advice.json"),
         ("compare", *TABLE, "--rounds", "1", "--budget", "1", "--out", "all"),
         ("fit", *TABLE, "--algorithm", "fedavg", "--rounds", "1", "--out", "run"),
     ):
         done = command(*words)
         assert done.code == (2 if words[-1] == "run" and "fedavg" in words else 0), (words, done.err)
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        (
+            "optuna",
+            ("tune", *TABLE, "--algorithm", "ditto", "--trials", "1", "--rounds", "1", "--out", "tuned"),
+        ),
+        ("flwr", ("federate", "init", "federation", "--node", "a")),
+    ],
+)
+def test_commands_of_extras_on_windows(
+    package: str, words: tuple[str, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    done = command(*words)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.usefixtures("windows")
@@ -200,7 +237,69 @@ def test_processes_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems.ctypes, "WinDLL", lambda name: Kernel(), raising=False)
     assert [systems.is_alive(pid) for pid in (7, 8, 9)] == [True, False, False]
     assert systems.apart() == {"creationflags": 512}
-    assert systems.script("coterie federate server ..")[0] == "start.cmd"
+    assert not systems.has_libuv()
+    assert systems.quoted(["--client", "north clinic"]) == '--client "north clinic"'  # no single quotes
+    name, content = systems.script(["coterie", "federate", "node", "--client", "a 5% b"])
+    assert name == "start.cmd" and content.endswith('&& coterie federate node --client "a 5%% b" %*\r\n')
+
+
+@pytest.mark.parametrize(
+    ("platform", "home", "program"),
+    [
+        ("win32", "PROGRAMFILES(X86)", "Microsoft/Edge/Application/msedge.exe"),
+        ("win32", "LOCALAPPDATA", "Google/Chrome/Application/chrome.exe"),
+        ("darwin", "HOME", "Google Chrome.app"),
+    ],
+)
+def test_a_browser_that_is_not_on_the_path(
+    platform: str, home: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and macOS install browsers where no shell looks for them."""
+    for name in ("PROGRAMFILES", "PROGRAMFILES(X86)", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(home, str(tmp_path))
+    monkeypatch.setattr(systems, "sys", types.SimpleNamespace(platform=platform))
+    with pytest.raises(SettingError, match="none is installed"):
+        pdf.find_browser()
+    inside = f"Applications/{program}/Contents/MacOS/{program.removesuffix('.app')}"
+    place = tmp_path / (inside if program.endswith(".app") else program)
+    place.parent.mkdir(parents=True)
+    place.touch()
+    assert pdf.find_browser() == str(place)
+    monkeypatch.setattr(systems, "sys", types.SimpleNamespace(platform="linux"))
+    with pytest.raises(SettingError, match="none is installed"):
+        pdf.find_browser()
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_a_console_that_has_few_characters(encoding: str) -> None:
+    """Windows' consoles and pipes are not always UTF-8; what they lack becomes a question mark."""
+    done = subprocess.run(
+        [sys.executable, "-m", "coterie", "algorithms", "ditto"],
+        env={
+            **os.environ,
+            "PYTHONIOENCODING": encoding,
+            "PYTHONUTF8": "0",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert b"?" in done.stdout
+
+
+def test_every_text_file_names_its_encoding() -> None:
+    """What Python takes otherwise differs between systems."""
+    package = Path(systems.__file__).parents[1]
+    for path in package.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call):
+                continue
+            words = ast.unparse(call)
+            bare = words.endswith(".read_text()") or re.match(r"(os\.fd)?open\(", words)
+            named = "encoding=" in words or re.search(r"'[rwax+]*b[rwax+]*'", words)
+            assert not bare or named, f"{path}: {words}"
 
 
 @pytest.mark.usefixtures("windows")
@@ -270,18 +369,27 @@ def test_a_process_ends_with_what_it_started() -> None:
     assert systems.is_alive(child)
     systems.end(running, 5.0)
     for _ in range(100):
-        if not systems.is_alive(child) or _zombie(child):
+        if not systems.is_alive(child):
             break
         systems.time.sleep(0.02)
-    assert running.returncode is not None and (not systems.is_alive(child) or _zombie(child))
+    assert running.returncode is not None and not systems.is_alive(child)
 
 
-def _zombie(pid: int) -> bool:
-    """Return True for a dead process that nobody has asked about."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such processes")
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_process_that_has_ended_is_not_alive_before_its_parent_asks(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower does not ask, and whoever waited for such a process would wait for ever."""
+    if platform == "darwin" and systems.find_program(["ps"]) is None:
+        pytest.skip("needs the program ps")
+    running = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", platform)
+        assert not systems.is_alive(running.pid) and systems.is_alive(os.getpid())
+    running.wait()
+    assert not systems.is_alive(running.pid)
 
 
 def test_no_other_module_asks_for_the_system() -> None:

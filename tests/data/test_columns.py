@@ -21,6 +21,7 @@ from coterie._core.errors import DataError
 from coterie.data import column_formats, federated, tables
 from coterie.data.column_facts import ColumnFacts, facts
 from coterie.data.column_readings import read
+from coterie.data.describe import describe
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.train.export import export
@@ -238,6 +239,17 @@ def test_a_date_that_cannot_be_told_is_said_and_words_among_numbers_are_missing(
     said = " ".join(spec.warnings)
     assert "Column 'seen': day and month could be exchanged; dd/mm/yyyy is assumed" in said
     assert "Column 'lab': 4 values are not written so and count as missing" in said
+
+
+def test_a_description_says_what_is_a_bound_unreadable_or_left_out() -> None:
+    bounds = ["<0.3" if k % 5 == 0 else f"{k % 37}.5" for k in range(ROWS)]
+    almost = ["pending" if k % 100 == 0 else f"{k % 37}.5" for k in range(ROWS)]
+    frame = hospital(crp=bounds, lab=almost).with_columns(code=pl.col("site").cast(pl.String) + "x")
+    told = describe(frame, tables.check(frame, "site", "sick"))
+    found = {one["column"]: one for one in told["columns"]}
+    assert f"{ROWS // 5} written as bounds" in found["crp"]["why"] and found["crp"]["missing_percent"] == 0
+    assert found["lab"]["missing_percent"] == pytest.approx(100 * 4 / ROWS)
+    assert found["code"]["used"] is False and "of one client only" in found["code"]["why"]
 
 
 def test_a_format_is_remembered_for_new_rows(tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ def test_pandas() -> None:
 
 
 def test_missing_words_become_null_everywhere() -> None:
-    words = ["", "NA", "N/A", "NaN", "nan", "null", "None", "?", "  ? "]
-    table = tables.read({"word": [*words, "here"], "number": [*words, "1"], "float": [math.nan] * 9 + [2.0]})
-    assert table.null_count().row(0) == (9, 9, 9)
+    words = ["", "NA", "N/A", "n/a", "NaN", "nan", "null", "NULL", "None", "?", "  ? ", "#N/A", "#DIV/0!"]
+    table = tables.read({"word": [*words, "here"], "number": [*words, "1"], "float": [math.nan] * 13 + [2.0]})
+    assert table.null_count().row(0) == (13, 13, 13)
     assert table["number"].dtype == pl.Int64
 
 

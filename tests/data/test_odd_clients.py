@@ -14,6 +14,7 @@ import coterie
 from coterie.data import tables
 from coterie.data.client_sums import ClientSums
 from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.data.reversed_labels import find_reversed
 from coterie.train.export import export
 from coterie.train.exported_model import ExportedModel
 
@@ -193,3 +194,42 @@ def test_sums_of_each_client_by_brute_force() -> None:
             *(x[inner].mean(), (gap**2).sum(), (gap * (y[inner] - y[inner].mean())).sum()),
         ]
         np.testing.assert_allclose(found.sums[k, 0], expected, rtol=1e-9)
+
+
+def random_slopes(seed: int, spread: float, task: str, flip: bool) -> np.ndarray:
+    """Sums of 20 clients whose slopes vary; the first may have exchanged labels."""
+    draw = np.random.default_rng(seed)
+    slopes = [1.0, -0.5, 0.25] + spread * draw.normal(size=(20, 3))
+    owner = np.repeat(np.arange(20), 60)
+    x = draw.normal(size=(len(owner), 3))
+    score = (x * slopes[owner]).sum(1)
+    y = score + draw.normal(size=len(owner))
+    if task == "binary":
+        y = (draw.random(len(owner)) < 1 / (1 + np.exp(-2 * score))).astype(float)
+    if flip:
+        y = np.where(owner == 0, (1.0 if task == "binary" else 0.0) - y, y)
+    columns = [pl.Series(column) for column in (*x.T, y)]
+    return ClientSums.of(pl.Series([str(k) for k in owner]), columns).sums
+
+
+@pytest.mark.parametrize("task", ["regression", "binary"])
+def test_slopes_that_differ_are_not_exchanged_labels(task: str) -> None:
+    """Clients whose slopes are opposite by nature stay as they are; exchanged labels among like clients are found."""
+    binary = task == "binary"
+    turned = [len(find_reversed(random_slopes(k, 0.6, task, False), binary).turned) for k in range(60)]
+    assert np.mean(np.array(turned) > 0) <= 0.05
+    found = [list(find_reversed(random_slopes(k, 0.1, task, True), binary).turned) == [0] for k in range(60)]
+    assert np.mean(found) > 0.85
+
+
+def test_one_slope_of_three_is_not_everything() -> None:
+    """A client that reverses its strongest slope alone is named, and not turned round."""
+    draw = np.random.default_rng(0)
+    owner = np.repeat(np.arange(12), 80)
+    slopes = np.tile([1.0, -0.7, 0.7], (12, 1))
+    slopes[0, 0] = -2.5
+    x = draw.normal(size=(len(owner), 3))
+    y = (x * slopes[owner]).sum(1) + 0.5 * draw.normal(size=len(owner))
+    sums = ClientSums.of(pl.Series([str(k) for k in owner]), [pl.Series(c) for c in (*x.T, y)]).sums
+    found = find_reversed(sums, False)
+    assert list(found.turned) == [] and list(found.opposite) == [0]

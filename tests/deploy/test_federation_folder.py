@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="a federation needs the extra 'flower'")
 
@@ -17,8 +18,10 @@ from coterie.data import bundled, tables
 from coterie.data.federated import Roles
 from coterie.deploy import federation_folder, keys, membership
 from coterie.deploy.audit import verify
+from coterie.deploy.demo import write_images
 from coterie.deploy.membership import Roster
-from coterie.deploy.policy import Policy
+from coterie.deploy.policy import ROLES, Policy
+from coterie.models import installed
 
 
 @pytest.fixture
@@ -77,11 +80,14 @@ def test_errors_say_what_to_do(command, tmp_path, folder):
         (("attach", folder.path, "--run", "x"), "has no run 'x'"),
         (("run", folder.path, "--algorithm", "dito"), "Did you mean 'ditto'?"),
         (("run", folder.path, "--resume", "x"), "has no run 'x'"),
+        (("run", folder.path, "--model", "mpl"), "no model 'mpl' for table. Did you mean 'mlp'?"),
+        (("run", folder.path, "--models", tmp_path / "no.py"), "name a Python file with a dict MODELS"),
+        (("init", tmp_path / "new", "--kind", "sounds"), "choose table, images or texts"),
         (("run", folder.path, "--algorithm", "ditto"), "cannot be reached"),
         (("server", folder.path, "--insecure", "--host", "10.0.0.1"), "127.0.0.1 only"),
         (("node", folder.path / "nodes" / "north", "--data", "x.csv"), "coterie federate policy"),
         (("node", folder.path / "nodes" / "north", "--show-policy"), "has no policy.toml"),
-        (("node", folder.path / "nodes" / "south"), "--data FILE"),
+        (("node", folder.path / "nodes" / "south"), "--data PATH"),
         (("node", folder.path / "nodes" / "south", "--data", "x.csv"), "x.csv: no such file"),
         (("policy", folder.path / "nodes" / "south", "--data", "x.csv"), "exists already"),
         (("join", folder.path / "nodes" / "north", "north"), "has a key already"),
@@ -96,6 +102,34 @@ def test_errors_say_what_to_do(command, tmp_path, folder):
     ):
         done = command("federate", *words)
         assert done.code == 2 and told in " ".join(done.err.split()), (words, done.err)
+
+
+def test_owners_of_images_write_a_policy_that_pins_their_shape(command, tmp_path, monkeypatch):
+    pytest.importorskip("PIL", reason="needs coterie[images]")
+    monkeypatch.setattr(installed, "_from_files", {})
+    write_images(tmp_path / "pictures" / "anna", torch.zeros(4, 8, 8), ["cat", "dog", "cat", "dog"])
+    (tmp_path / "nets.py").write_text("from torch import nn\nMODELS = {'mine': lambda: nn.Flatten()}\n")
+    (tmp_path / "east").mkdir()
+    words = ("--data", tmp_path / "pictures", "--kind", "images", "--models", tmp_path / "nets.py")
+    done = command("federate", "policy", tmp_path / "east", *words)
+    assert done.code == 0 and "images of 1 x 8 x 8" in done.out
+    policy = Policy.read(tmp_path / "east" / "policy.toml")
+    assert (
+        policy.kind == "images"
+        and policy.shape == (1, 8, 8)
+        and policy.models == ("cnn", "resnet9", "mlp", "mine")
+    )
+    for line, words in (
+        ('image = "1x8x8"', "CHANNELSxHEIGHTxWIDTH"),
+        ('client = "client"', "client = 'client'"),
+        ('kind = "images"', "write"),
+    ):
+        text = (tmp_path / "east" / "policy.toml").read_text()
+        (tmp_path / "bad.toml").write_text(text.replace(line, line.partition("=")[0] + '= "x"'))
+        with pytest.raises(SettingError, match=words):
+            Policy.read(tmp_path / "bad.toml")
+    made = federation_folder.init(tmp_path / "f", {"east": []}, ROLES["images"], kind="images")
+    assert made.kind == "images" and made.roles == ROLES["images"]
 
 
 class TestMembership:

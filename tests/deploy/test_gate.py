@@ -165,6 +165,16 @@ def test_everything_else_is_for_this_machine(gate, path, client):
     assert gate.refusal(scope(path, client, coterie_operator="secret"))[0] == 403
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/fleet/../control/start-run", "/v1/fleet//../../control/start-run", "/v1/fleet/%2e%2e/control/x"],
+)
+def test_no_way_around_leads_to_the_operator(gate, path):
+    """What begins as the Fleet API is for nodes, whatever follows."""
+    gate.ready.set()
+    assert gate.refusal(scope(path, "127.0.0.1", coterie_operator="guess"))[0] == 401
+
+
 def test_the_operator_has_a_token(gate):
     for token in ({}, {"coterie_operator": "guess"}, {"coterie_operator": ""}):
         assert gate.refusal(scope("/v1/control/start-run", "127.0.0.1", **token))[0] == 403

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import socket
+import ssl
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from cryptography import x509
 
 from coterie._core.errors import SettingError
 from coterie.deploy import keys
+from coterie.deploy.flower_node import Link, Refused
 
 
 def certificate(path: Path) -> x509.Certificate:
@@ -79,3 +84,38 @@ def test_what_is_no_key_is_said_to_be_none(tmp_path, content):
     (tmp_path / "node.pub").write_bytes(content)
     with pytest.raises(SettingError, match=r"node\.pub is not a public key"):
         keys.public_bytes(tmp_path / "node.pub")
+
+
+@pytest.mark.parametrize(("authority", "days"), [("ca", -1.0), ("other", 10.0)])
+def test_a_node_with_an_expired_or_foreign_certificate_says_so_and_ends(
+    tmp_path: Path, authority: str, days: float
+) -> None:
+    """With TLS 1.3 the server's refusal comes after the handshake, as an error in reading."""
+    pytest.importorskip("flwr", reason="a node needs the extra 'flower'")
+    for name in ("ca", "other"):
+        keys.make_authority(tmp_path / name, name)
+    keys.make_server_certificate(tmp_path / "ca", tmp_path / "server", ["127.0.0.1"])
+    keys.make_node_key(tmp_path / "n0", "n0")
+    public = keys.load_node_key(tmp_path / "n0" / "node.key")[1]
+    keys.certify(tmp_path / authority, public, "n0", tmp_path / "n0", days=days)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server" / "server.crt", tmp_path / "server" / "server.key")
+    context.verify_mode = ssl.CERT_OPTIONAL
+    context.load_verify_locations(tmp_path / "ca" / "ca.crt")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = listener.accept()[0]
+                    with connection, contextlib.suppress(ssl.SSLError):
+                        context.wrap_socket(connection, server_side=True)
+
+        threading.Thread(target=listen, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        link = Link(address, tmp_path / "n0" / "node.key", tmp_path / "ca" / "ca.crt", lambda text: None)
+        with pytest.raises(
+            Refused, match=r"refused this node's certificate, which has expired.*join .*--renew"
+        ):
+            link.serve(lambda message: message)
+        listener.shutdown(socket.SHUT_RDWR)

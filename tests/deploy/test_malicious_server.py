@@ -1,170 +1,37 @@
-"""A server that was taken over, against a node with the strict policy: it gets no row, no personal model, no choice."""
+"""A server that was taken over, against a node with the strict policy: it gets no row and no personal model."""
 
 from __future__ import annotations
-
-import itertools
-import json
-import random
-import re
-from pathlib import Path
-from typing import Any, ClassVar
 
 import polars
 import pytest
 import torch
 
-from coterie._core import files
-from coterie._core.errors import SettingError
 from coterie.algorithms import make
 from coterie.data.federated import Roles
-from coterie.deploy import audit, disclosure, wire
-from coterie.deploy.audit import AuditError, AuditLog, verify
+from coterie.deploy import disclosure
+from coterie.deploy.audit import AuditLog, verify
 from coterie.deploy.federation_plan import RunRequest, connect, survey
-from coterie.deploy.guard import Guard, Refusal
 from coterie.deploy.in_process import InProcessTransport
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.policy import Policy
 from coterie.deploy.transport import NodeCaller
 from coterie.train.fit import fit
-
-ROLES = Roles("hospital", "sick")
-RUN = "a" * 8
-LOGISTIC = {"model": "logistic", "l2": 0.0, "intercept": True, "reduction": "mean", "features": 3}
-SPEC = {
-    "client": "hospital",
-    "target": "sick",
-    "cluster": None,
-    "task": "binary",
-    "classes": ["no", "yes"],
-    "numeric": ["age", "weight"],
-    "categories": ["sex"],
-    "warnings": [],
-}
-ENCODING = {
-    "spec": SPEC,
-    "scales": [
-        {"name": "age", "mean": 50.0, "sd": 20.0, "missing": False},
-        {"name": "weight", "mean": 80.0, "sd": 20.0, "missing": False},
-    ],
-    "choices": [{"name": "sex", "levels": ["f"], "missing": False}],
-    "target_mean": 0.0,
-    "target_sd": 1.0,
-}
-
-
-def patients(count: int = 60, seed: int = 1) -> polars.DataFrame:
-    """Rows with identifiers and notes that must never leave."""
-    draw = random.Random(seed)
-    return polars.DataFrame(
-        {
-            "hospital": ["north"] * count,
-            "ssn": [f"{draw.randint(100, 999)}-{draw.randint(10, 99)}-{k:04d}" for k in range(count)],
-            "age": [draw.randint(20, 90) for _ in range(count)],
-            "weight": [round(draw.uniform(45, 120), 1) for _ in range(count)],
-            "sex": ["x" if k == 7 else draw.choice("fm") for k in range(count)],
-            "note": [f"patient {k} HIV {'pos' if draw.random() < 0.3 else 'neg'}" for k in range(count)],
-            "sick": [draw.choice(["yes", "no"]) for _ in range(count)],
-        }
-    )
-
-
-class Server:
-    """Sends whatever it likes to one node and remembers everything that came back."""
-
-    def __init__(self, node: NodeService) -> None:
-        self.node, self.heard, self.count = node, [], itertools.count()
-
-    def ask(self, kind, tensors=None, **header):
-        message = {"kind": kind, "nonce": f"n{next(self.count)}", **header}
-        return self.raw(wire.encode(message, tensors or {}))
-
-    def raw(self, message: bytes):
-        answer = self.node.answer(message)
-        self.heard.append(answer)
-        return wire.decode(answer)
-
-    def hello(self, run=RUN, roles=ROLES, **more):
-        return self.ask("hello", run=run, roles=roles.to_json(), **more)[0]
-
-    def statistics(self, run=RUN, seed=0, split=(0.6, 0.2, 0.2), ids=(0,), roles=ROLES, **spec):
-        return self.ask(
-            "statistics",
-            {"ids": torch.tensor(ids)},
-            run=run,
-            roles=roles.to_json(),
-            spec={**SPEC, **spec},
-            split=list(split),
-            seed=seed,
-        )[0]
-
-    def open(self, algorithm="ditto", run=RUN, settings=None, model=LOGISTIC, encoding=ENCODING, **more):
-        setup = {
-            "algorithm": {"name": algorithm, "settings": {"batch": 0, **(settings or {})}},
-            "preprocessor": json.dumps(encoding),
-            "model": model,
-        }
-        header = {"roles": ROLES.to_json(), "seed": 0, "split": [0.6, 0.2, 0.2], "clients": ["north"], **more}
-        ids = header.pop("ids", (0,))
-        return self.ask("open", {"ids": torch.tensor(ids)}, run=run, setup=setup, **header)[0]
-
-    def call(self, phase, algorithm="ditto", tensors=None, begins=False, **more):
-        header = {
-            "run": RUN,
-            "algorithm": algorithm,
-            "phase": phase,
-            "round": 1,
-            "call": 0,
-            "numbers": {},
-            "begins": begins,
-            "welcome_numbers": {},
-            "lasting": False,
-            "split": "",
-            "metrics": [],
-            "compress": "",
-            "since": None,
-            "floor": None,
-        }
-        return self.ask("call", {"at": torch.tensor([0]), **(tensors or {})}, **{**header, **more})
-
-
-TABLE = patients()
-STRICT = Policy.strict(TABLE, Roles("hospital", "sick", drop=("ssn", "note")))
-X = torch.zeros(4, dtype=torch.float64)
-
-
-def node(path: Path, policy: Policy = STRICT, table: polars.DataFrame = TABLE, **more) -> NodeService:
-    path.mkdir(exist_ok=True)
-    return NodeService(table, path, policy=policy, audit=AuditLog(path / "audit.log"), **more)
-
-
-def with_policy(**changes) -> Policy:
-    return Policy.strict(TABLE, Roles("hospital", "sick", drop=("ssn", "note")), **changes)
-
-
-@pytest.fixture
-def server(tmp_path):
-    yield (found := Server(node(tmp_path / "state")))
-    assert not leaked(found), "a value of a row left the node"
-
-
-def leaked(server: Server) -> list[str]:
-    """Values of identifiers, notes and weights in anything the node said."""
-    heard = b"".join(server.heard)
-    secrets = [*TABLE["ssn"], *TABLE["note"], *(repr(weight) for weight in TABLE["weight"])]
-    found = [
-        value
-        for value in secrets
-        if re.search(rb"(?<![\d.])" + re.escape(value.encode()) + rb"(?!\d)", heard)
-    ]
-    exact = torch.tensor(TABLE["weight"].to_list(), dtype=torch.float64)
-    return found + [
-        str(value) for value in exact.tolist() if torch.tensor([value]).double().numpy().tobytes() in heard
-    ]
-
-
-def refused(answer, text: str = "policy") -> bool:
-    header = answer[0] if isinstance(answer, tuple) else answer
-    return header.get("code") == "refused" and text in header["error"]
+from tests.deploy.taken_over import (
+    ENCODING,
+    LOGISTIC,
+    ROLES,
+    RUN,
+    SPEC,
+    STRICT,
+    TABLE,
+    Server,
+    X,
+    leaked,
+    node,
+    patients,
+    refused,
+    with_policy,
+)
 
 
 def test_an_honest_run_fits_the_strict_policy(tmp_path):
@@ -238,6 +105,25 @@ class TestRows:
         assert "error" not in server.open("fedavg", encoding={**ENCODING, "choices": choices})
         rows = server.node.runs[RUN].runtime.splits
         assert all((part.x[:, 2] == 0).all() for part in rows.values())  # nobody is singled out
+
+    @pytest.mark.parametrize(
+        "almost",
+        [
+            *({"seed": seed} for seed in (0.0, False, "0", [0], None, 2**64)),
+            *({"split": split} for split in ((0.6, 0.2, 0.2, 0.0), (0.6, 0.4), (0.6, 0.2, 0.2 + 1e-15))),
+            *(
+                {"split": split}
+                for split in (("0.6", "0.2", "0.2"), (True, False, False), ((0.6,), 0.2, 0.2))
+            ),
+            *({"ids": ids} for ids in ((-1,), (2**40,), (), (0, 1))),
+            *({"numeric": [name, "weight"]} for name in ("age\u200b", "\uff41ge", "AGE", "age ", ["age"])),
+        ],
+    )
+    def test_what_is_almost_allowed_tells_nothing_more(self, server, almost):
+        """Numbers that equal others, texts that look like others: another split would be other rows."""
+        first = server.statistics()["statistics"]
+        found = server.statistics("b" * 8, **almost)
+        assert "error" in found or found["statistics"] == first
 
     def test_a_column_with_few_values_has_no_moments(self):
         few = disclosure.Moments(3, 50.0, 1.0, 57)
@@ -356,6 +242,34 @@ class TestModels:
         """A batch of one row would make every gradient a row."""
         assert refused(server.open("fedavg", settings=settings), "outside what is allowed")
 
+    def invert(self, server, rows, **settings) -> int:
+        """Count the rows that one gradient step gives away: a row is its gradient over that of the intercept."""
+        if "error" in server.open("fedavg", settings={"steps": 1, "lr": 1.0, **settings}):
+            return 0
+        found = set()
+        for call in range(200):
+            tensors = {"shared.x": X, "welcome.x": X}
+            answer, values = server.call("train", "fedavg", tensors, begins=True, round=1 + call)
+            if "error" in answer:
+                break
+            step = values["value."].flatten()
+            age, weight, female = (
+                step[:3] / step[-1] * torch.tensor([20, 20, 1]) + torch.tensor([50, 80, 0])
+            ).tolist()
+            for row in rows.rows(named=True):
+                same = abs(row["age"] - age) + abs(row["weight"] - weight) + abs((row["sex"] == "f") - female)
+                found |= {row["ssn"]} if same < 1e-6 else set()
+        return len(found)
+
+    def test_gradients_of_a_client_with_few_rows_are_not_inverted(self, tmp_path):
+        """The attack gives rows away where nobody forbids it; the strict policy leaves it with nothing."""
+        few = TABLE[:8]
+        naive = with_policy(min_rows=1, min_rows_per_statistic=1, settings={})
+        assert self.invert(Server(node(tmp_path / "naive", naive, few)), few, batch=1) >= 3
+        for k, (rows, batch) in enumerate([(few, 1), (few, 0), (TABLE, 1), (TABLE, 16), (TABLE, 0)]):
+            server = Server(node(tmp_path / str(k), table=rows))
+            assert self.invert(server, rows, batch=batch) == 0 and not leaked(server)
+
     @pytest.mark.parametrize(
         "model",
         [
@@ -394,212 +308,3 @@ class TestModels:
         assert values["value.loss"].isnan().all() and values["value.rows"].tolist() == [[12.0]]
         _, values = server.call("deploy", since=[1, 0], split="train", metrics=["loss"])
         assert values["value.loss"].isfinite().all()
-
-
-class TestLimits:
-    def test_rounds_messages_and_runs_are_bounded(self, tmp_path):
-        server = Server(node(tmp_path / "s", with_policy(rounds=5, messages_per_run=8, runs_per_day=2)))
-        server.open("fedavg")
-        assert refused(server.call("train", "fedavg", {"shared.x": X}, round=6), "at most 5")
-        answers = [server.call("train", "fedavg", {"shared.x": X})[0] for _ in range(10)]
-        assert sum("error" not in answer for answer in answers) == 6
-        assert refused(answers[-1], "at most 8 messages in a run")
-        assert "error" not in server.hello("b" * 8)
-        assert refused(server.hello("c" * 8), "new runs in a day")
-
-    def test_many_visits_in_one_message_count_as_many(self, tmp_path):
-        server = Server(node(tmp_path / "s", with_policy(messages_per_run=50)))
-        server.open("fedavg")
-        visits = {"at": torch.zeros(60, dtype=torch.long), "nth": torch.arange(60), "shared.x": X}
-        assert refused(server.call("train", "fedavg", visits), "at most 50 messages")
-
-    def test_a_restart_or_a_changed_clock_brings_no_fresh_allowance(self, tmp_path):
-        policy = with_policy(messages_per_day=3)
-        for _ in range(2):
-            server = Server(node(tmp_path / "s", policy))
-            answers = [server.hello() for _ in range(3)]
-        assert all(refused(answer, "messages in a day") for answer in answers)
-        guard = Guard(policy, tmp_path)
-        for at, fine in [("2030-01-02", 3), ("2030-01-01", 0), ("2029-12-31", 0), ("2030-01-03", 3)]:
-            admitted = 0
-            for _ in range(4):
-                try:
-                    guard.admit({"kind": "hello", "run": RUN, "roles": ROLES.to_json()}, {}, at, {})
-                    admitted += 1
-                except Refusal:
-                    pass
-            assert admitted == fine, at
-
-    def test_refusals_beyond_the_allowance_do_not_fill_the_disk(self, tmp_path):
-        server = Server(node(tmp_path / "s", with_policy(messages_per_day=5)))
-        for k in range(50):
-            server.hello(f"{k:08d}")
-        assert len(list(verify(tmp_path / "s" / "audit.log"))) == 5
-
-    def test_a_message_is_good_once(self, server):
-        message = wire.encode({"kind": "hello", "nonce": "one", "run": RUN, "roles": ROLES.to_json()}, {})
-        assert "told" in server.raw(message)[0]
-        assert refused(server.raw(message), "nonce already used")
-
-    @pytest.mark.parametrize(
-        "run", ["../../../etc", "a/b", "", "A" * 8, "a" * 65, "a\0bcdefgh", "..", "con:aux:x"]
-    )
-    def test_a_run_does_not_name_a_path(self, server, run):
-        before = sorted(server.node.state.parent.rglob("*"))
-        answer = server.open("fedavg", run=run)
-        assert "error" in answer and sorted(server.node.state.parent.rglob("*")) <= [
-            *before,
-            server.node.state / "audit.log",
-        ]
-
-    @pytest.mark.parametrize(
-        "kind", ["hello", "statistics", "open", "call", "deploy", "score", "finish", "rows", "KINDS"]
-    )
-    def test_a_message_without_its_parts_is_an_error_and_nothing_more(self, server, kind):
-        for header in (
-            {},
-            {"run": RUN},
-            {"run": [1]},
-            {"run": RUN, "roles": 3},
-            {"run": RUN, "roles": {"a": 1}},
-        ):
-            answer, values = server.ask(kind, **header)
-            assert answer["error"] and not values
-
-
-class TestAudit:
-    def test_what_leaves_is_written_down_first(self, server):
-        server.hello()
-        server.statistics(numeric=["ssn"])
-        entries = list(verify(server.node.audit.path))
-        assert [entry["kind"] for entry in entries] == ["hello", "statistics"]
-        assert "there is no numeric column" in entries[1]["refused"]
-        assert entries[0]["bytes"] == len(server.heard[0])
-
-    def test_nothing_leaves_if_it_cannot_be_written_down(self, server, monkeypatch):
-        def full(*arguments):
-            raise OSError(28, "No space left on device")
-
-        server.hello()
-        monkeypatch.setattr(audit.os, "write", full)
-        answer = server.statistics()
-        assert "audit log" in answer["error"] and "statistics" not in answer
-        monkeypatch.undo()
-        assert len(list(verify(server.node.audit.path))) == 1  # no half line
-        assert "statistics" in server.statistics("b" * 8)
-
-    @pytest.mark.parametrize("harm", ["change", "remove", "insert", "swap", "cut a line"])
-    def test_a_changed_log_is_noticed(self, server, harm):
-        for _ in range(4):
-            server.hello()
-        path = server.node.audit.path
-        lines = path.read_text().splitlines(keepends=True)
-        changed = {
-            "change": [lines[0], lines[1].replace("hello", "hullo"), *lines[2:]],
-            "remove": [lines[0], *lines[2:]],
-            "insert": [lines[0], lines[0], *lines[1:]],
-            "swap": [lines[1], lines[0], *lines[2:]],
-            "cut a line": [*lines[:-1], lines[-1][:40]],
-        }[harm]
-        path.write_text("".join(changed))
-        with pytest.raises(AuditError, match="the chain is broken"):
-            list(verify(path))
-        with pytest.raises(AuditError):
-            AuditLog(path)  # the node does not start with such a log
-
-    def test_an_end_that_was_cut_off_or_a_log_written_anew_is_noticed_by_the_other_side(
-        self, server, tmp_path
-    ):
-        heads = [server.hello()["audit"] for _ in range(4)]
-        path = server.node.audit.path
-        assert len(list(verify(path, heads))) == 4
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(lines[:1]))
-        assert len(list(verify(path))) == 1  # whole in itself
-        with pytest.raises(AuditError, match="that the other side has seen"):
-            list(verify(path, heads))
-        path.unlink()
-        again = AuditLog(path)
-        for _ in range(4):
-            again.write(kind="hello", run=RUN, cost=1)
-        with pytest.raises(AuditError, match="written anew"):
-            list(verify(path, heads))
-
-    def test_a_line_cannot_be_forged_by_text(self, server):
-        server.ask('hello\n{"n": 2}', run=RUN, roles=ROLES.to_json())
-        server.hello()
-        assert len(list(verify(server.node.audit.path))) == 2
-
-
-class TestConsent:
-    PROPOSAL: ClassVar[dict[str, Any]] = {
-        "algorithm": {"name": "ditto", "settings": {"batch": 0}},
-        "rounds": 7,
-    }
-
-    def test_nothing_leaves_before_the_owner_approves(self, tmp_path):
-        server = Server(node(tmp_path / "s", with_policy(approve=True)))
-        for _ in range(2):
-            answer = server.hello(proposal=self.PROPOSAL)
-            assert answer["code"] == "pending" and "told" not in answer
-        assert server.statistics()["code"] == "pending" and server.open("ditto")["code"] == "pending"
-        guard = Guard(with_policy(approve=True), tmp_path / "s")
-        told = guard.pending()[RUN]
-        assert told["algorithm"]["name"] == "ditto" and told["rounds"] == 7 and told["problems"] == []
-        assert told["columns"] == STRICT.columns
-        guard.approve(RUN)
-        assert "told" in server.hello(proposal=self.PROPOSAL) and "error" not in server.open("ditto")
-
-    def test_another_method_than_the_approved_one_is_refused(self, tmp_path):
-        server = Server(node(tmp_path / "s", with_policy(approve=True)))
-        server.hello(proposal=self.PROPOSAL)
-        Guard(with_policy(approve=True), tmp_path / "s").approve(RUN)
-        assert refused(server.open("fedavg"), "approved another method")
-        assert refused(server.open("ditto", settings={"lam": 9.0}), "approved another method")
-        assert refused(
-            server.hello(proposal={**self.PROPOSAL, "algorithm": {"name": "fedavg", "settings": {}}})
-        )
-
-    def test_the_owner_sees_what_does_not_fit(self, tmp_path):
-        server = Server(node(tmp_path / "s", with_policy(approve=True)))
-        server.hello(proposal={"algorithm": {"name": "cobo", "settings": {"batch": 1}}, "rounds": 10**6})
-        problems = Guard(with_policy(approve=True), tmp_path / "s").pending()[RUN]["problems"]
-        assert any("is not one of" in line for line in problems) and any(
-            "rounds" in line for line in problems
-        )
-
-
-class TestFile:
-    def test_a_policy_survives_its_file(self, tmp_path):
-        for policy in (
-            with_policy(settings={}, metrics=None, algorithms=None),
-            with_policy(encoding={"age": [50.0, 20.0]}, approve=True),
-        ):
-            policy.write(tmp_path / "policy.toml")
-            assert Policy.read(tmp_path / "policy.toml") == policy
-        text = " ".join(policy.explain())
-        for word in ("age (numeric)", "personal", "At most 1000 rounds", "approve", "fewer than 20 rows"):
-            assert word in text, word
-        assert "ssn" not in (tmp_path / "policy.toml").read_text()
-
-    @pytest.mark.parametrize(
-        ("line", "told"),
-        [
-            ("[limits]\nround = 3", "Did you mean 'rounds'"),
-            ("[limits]\nrounds = 0", "at least 1"),
-            ("[methods]\nreveal = ['models']", "Did you mean 'model'"),
-            ("[methods]\nalgorithms = ['dito']", "Did you mean 'ditto'"),
-            ("[columns]\nage = 'integer'", 'write "numeric", "category" or'),
-            ("[encoding]\nheight = [1.0, 2.0]", "is not in [columns]"),
-            ("[data]\nsplit = [1.0, 1.0, 1.0]", "add up to 1"),
-            ("[date]\nseed = 1", "Known: data"),
-        ],
-    )
-    def test_a_mistake_in_the_file_is_named(self, tmp_path, line, told):
-        table, entry = line.split("\n")
-        text = '[data]\nclient = "hospital"\ntarget = "sick"\n'
-        text = text + entry if table == "[data]" else f"{text}{line}"
-        files.write_text(tmp_path / "policy.toml", text + "\n")
-        with pytest.raises(SettingError, match=r"policy\.toml") as problem:
-            Policy.read(tmp_path / "policy.toml")
-        assert told in str(problem.value)

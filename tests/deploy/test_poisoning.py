@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import polars
 import pytest
 import torch
@@ -98,3 +100,22 @@ def test_no_honest_client_loses_two_points(table, tmp_path, attack):
     if attack == "100":
         lost, _ = accuracy(table, tmp_path / "lost", ATTACKS[attack], Aggregate())
         assert float((found - lost).max()) > 0.2  # what the attack does to a plain mean
+
+
+@pytest.mark.parametrize("bad", ["cleveland", "hungarian", "switzerland", "va"])
+def test_one_of_four_hospitals_poisons_nobody(tmp_path, monkeypatch, bad):
+    """Real hospitals differ more than made-up clients; each in turn sends its model ten times the other way."""
+    monkeypatch.setattr(sys.modules[__name__], "BAD", bad)
+    names, method, found = ["cleveland", "hungarian", "switzerland", "va"], make("fedavg"), {}
+    for evil in (None, *(ATTACKS[name] for name in ("sign flip x 10", "100"))):
+        place = tmp_path / str(len(found))
+        nodes = {name: NodeService("heart_disease", place / name, name) for name in names}
+        caller = NodeCaller(Post(nodes, evil), 5.0)
+        request = RunRequest(Roles("hospital", "sick"))
+        plan = survey(caller, {name: [name] for name in names}, request, "poisoning1")
+        run = fit(connect(caller, plan, method), method, rounds=5, evaluate_every=0)
+        scores, rows = run.score("test", "accuracy"), run.fed.sizes.flatten()
+        others = torch.tensor([name != bad for name in run.fed.names])
+        found[evil] = float((scores * rows)[others].sum() / rows[others].sum())
+        assert {name for _, name, _ in run.left_out} == ({bad} if evil else set())
+    assert all(abs(value - found[None]) <= 0.05 for value in found.values()), found

@@ -146,6 +146,29 @@ def test_classes_best_models_and_the_run_folder(tmp_path, select):
     assert stored.clients == [] and torch.allclose(stored.common, here.common())
 
 
+@pytest.mark.parametrize("which", ["validation", "all"])
+def test_nodes_train_again_on_rows_that_were_held_out(table, tmp_path, which):
+    algorithm = make("ditto", lr=0.1, batch=0)
+    mail = nodes(table, tmp_path)
+    here = fit(local(table), algorithm, 3, tmp_path / "here", refit=which)
+    there = fit(federation(mail, algorithm), algorithm, 3, tmp_path / "there", refit=which)
+    assert there.trained_on == here.trained_on
+    close(there.score("test", "rmse"), here.score("test", "rmse"))
+    close(there.common(), here.common())
+    again = there.refitted.runtime
+    assert int(there.refitted.rows["train"].sum()) == (sum(SIZES) if which == "all" else sum(SIZES) - 25)
+    for runtime in (there.fed.runtime, again):
+        assert runtime.finish(3, there.common()) == ["node0", "node1", "node2"]
+    expected = here.predict(table)
+    for k in range(3):
+        own = Predictor.load(tmp_path / f"state{k}" / RUN / "run")
+        rows = expected.filter(polars.col("who").is_in(own.clients))
+        found = own(tmp_path / f"node{k}.parquet")["prediction"]
+        assert (found - rows["prediction"]).abs().max() < 1e-12
+    refits = [entry for entry in there.fed.ledger.entries if entry.kind == "refit"]
+    assert refits and here.fed.ledger.entries == there.fed.ledger.entries
+
+
 def test_models_stay_on_the_nodes_and_predict_there(table, tmp_path):
     algorithm = make("ditto", lr=0.1)
     mail = nodes(table, tmp_path)

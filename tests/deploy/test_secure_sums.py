@@ -19,6 +19,7 @@ from coterie.deploy.node_service import NodeService
 from coterie.deploy.transport import NodeCaller
 from coterie.engine.privacy import Privacy
 from coterie.engine.sums import SumsOnly
+from coterie.models.description import description
 from coterie.train import private
 from coterie.train.fit import fit, resume
 
@@ -64,9 +65,11 @@ class Post:
     def fetch(self, tickets, wait):
         return {ticket: self.box.pop(ticket) for ticket in tickets if ticket in self.box}
 
-    def federation(self, algorithm, notes=None, **options):
+    def federation(self, algorithm, notes=None, rounds=3, **options):
         caller = NodeCaller(self, 0.05, (lambda text: None) if notes is None else notes.append)
-        plan = survey(caller, {name: [] for name in self.nodes}, RunRequest(ROLES), RUN, patience=0.05)
+        own = algorithm.own_model(rounds)
+        request = RunRequest(ROLES, model=None if own is None else description(own))
+        plan = survey(caller, {name: [] for name in self.nodes}, request, RUN, patience=0.05)
         return connect(caller, plan, algorithm, **options)
 
 
@@ -93,7 +96,18 @@ METHODS = {
     "ifca gradients": {"clusters": 2, "average": "gradient"},
     "flix": {"lr": 0.1, "alpha": 0.5},
     "local": {},
+    "trees": {"leaves": 4, "least": 2.0},
+    "trees shared": {"leaves": 4, "least": 2.0, "lambda_": "shared"},
 }
+
+
+def test_a_second_training_has_sums_of_its_own(tmp_path):
+    method, found = make("ditto", lr=0.1), []
+    for secure in (False, True):
+        post = Post(tmp_path / str(secure))
+        found.append(fit(post.federation(method, secure=secure), method, 3, refit="validation"))
+        assert found[-1].refitted.rows["train"].sum() > found[-1].fed.rows["train"].sum()
+    torch.testing.assert_close(found[1].common(), found[0].common(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -109,6 +123,8 @@ def test_results_are_those_of_a_plain_run(tmp_path, name):
     assert float((found[0] - found[1]).abs().max()) < 1e-9  # 2^-33 of quantisation in a sum, at most
     sums = [(h, t) for _, asked, h, t in post.received if asked["kind"] == "sum"]
     assert (len(sums) > 0) == (name != "local")
+    calls = [t for _, asked, _, t in post.received if asked["kind"] == "call" and not asked["split"]]
+    assert calls and all(set(tensors) <= {"good"} for tensors in calls)  # no answer of a client arrives
 
 
 @pytest.mark.parametrize("name", ["cobo", "fc", "pfl-tc", "hierarchical", "flix"])

@@ -133,9 +133,10 @@ class Live:
 
     def job(self, name: str, algorithm: Any, rounds: int, nodes: Sequence[str] = THREE, **more: Any) -> Path:
         """A run that is asked for, not yet started."""
+        from coterie._core.systems import private_folder
         from coterie.deploy.job import JobRequest
 
-        job = self.folder.path / "jobs" / name
+        job = private_folder(self.folder.path / "jobs" / name)
         every = {key: more.pop(key, 0) for key in ("checkpoint_every", "evaluate_every")}
         JobRequest(
             out=str(self.folder.path / "runs" / name),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import secrets
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,60 +19,35 @@ from coterie.deploy.flower_node import Link
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.transport import NodeCaller
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it runs as a program
+from tests.deploy.lies import ATTACKS
+
 server = ServerApp()
 
 
-def raw(note: Any) -> bytes:
-    text = note if isinstance(note, bytes) else json.dumps(note).encode()
-    return struct.pack("<Q", len(text)) + text
+def too_large(answer: bytes) -> bytes:
+    """An answer of 80 megabytes; the server takes 64."""
+    header, _ = wire.decode(answer)
+    return wire.encode(header, {"value.": torch.zeros(1, 10 << 20, dtype=torch.float64)})
 
 
-def values(change: Any) -> Any:
-    def forge(header: Any, tensors: Any) -> bytes:
-        return wire.encode(
-            header, {k: change(v) if k.startswith("value.") else v for k, v in tensors.items()}
-        )
-
-    return forge
-
-
-def error(text: str) -> Any:
-    return lambda h, t: wire.encode({"nonce": h["nonce"], "error": text, "code": "failed"}, {})
-
-
-ANSWERS = [
-    values(lambda v: torch.full_like(v, torch.nan)),
-    values(lambda v: torch.full_like(v, 1e6)),
-    values(lambda v: torch.full_like(v, 1e150)),
-    values(lambda v: v.int()),
-    values(lambda v: torch.zeros(1, 3, 11, dtype=v.dtype)),
-    lambda h, t: raw(b"[" * 200_000 + b"]" * 200_000),
-    lambda h, t: raw({"version": 1, "header": h, "tensors": [["value.", "float64", [1, 2**62, 0]]]}),
-    lambda h, t: raw(
-        {"version": 1, "header": h, "tensors": [[f"z{k}", "float64", [0]] for k in range(200_000)]}
-    ),
-    lambda h, t: raw(b'{"version":1,"header":{"error":"\\ud800"},"tensors":[]}'),
-    error("x\x1b[2J\n12:00:00 n0 is left out: forged"),
-    lambda h, t: wire.encode(h, t)[:-9],
-    lambda h, t: b"",
-    lambda h, t: wire.encode({**h, "at": [10**400, 0]}, t),
-]
+LIES = {**{name: (kind, change) for name, (kind, change) in ATTACKS.items()}, "80 MB": ("call", too_large)}
 
 
 def hostile_node(folder: Path, client: str, address: str) -> None:
-    """Answer every call with the next piece of nonsense, and everything else as an honest node would."""
+    """Tell the lies that lies.json names for a run, one after the other, and else answer as an honest node would."""
+    plan: dict[str, list[str]] = files.read_json(folder / "lies.json")
     service = NodeService(folder / "rows.parquet", keys.private_folder(folder / "hostile"), client)
-    nonsense = itertools.cycle(ANSWERS)
 
     def answer(message: bytes) -> bytes:
-        honest = service.answer(message)
-        header, tensors = wire.decode(honest)
-        asked = wire.decode(message)[0]
-        if asked.get("kind") == "score":
-            return wire.encode(header, {k: torch.full_like(v, 1e9) for k, v in tensors.items()})
-        if asked.get("kind") != "call" or asked.get("split"):
-            return honest
-        return next(nonsense)(header, tensors)
+        honest, asked = service.answer(message), wire.decode(message)[0]
+        left = plan.get(str(asked.get("run")), [])
+        idle = asked.get("kind") == "call" and (asked.get("split") or asked.get("phase") == "begin")
+        if not left or LIES[left[0]][0] != asked.get("kind") or idle or "error" in wire.decode(honest)[0]:
+            return honest  # scores are lied about when they are asked for at the end, and `begin` sends nothing up
+        name = left.pop(0) if asked["kind"] == "call" else left[0]
+        print(f"lie: {name}", flush=True)
+        return LIES[name][1](honest)
 
     Link(address, folder / "node.key", folder / "ca.crt", lambda text: print(text, flush=True)).serve(answer)
 

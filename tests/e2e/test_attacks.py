@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import ssl
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,10 @@ import polars
 import pytest
 
 from coterie._core import files
-from coterie.algorithms import make
 from coterie.data.federated import Roles
 from coterie.deploy import federation_folder, keys, membership
-from coterie.deploy.audit import heads_seen, verify
+from coterie.deploy.audit import verify
 from coterie.deploy.policy import Policy
-from coterie.train.fit import fit
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Live
@@ -40,38 +37,6 @@ def memory(live: Live) -> float:
     """Megabytes that the server's process holds."""
     text = Path(f"/proc/{live.processes['server'].pid}/status").read_text()
     return next(int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("VmRSS"))
-
-
-def test_a_node_that_lies_in_every_round_harms_nobody(live: Live, absent_in: Any) -> None:
-    """Thirteen kinds of nonsense, one in each round: the others get the models of a run without the liar."""
-    nodes, algorithm = ("n0", "n1", "n2", "n3"), make("ditto", lr=0.1, batch=4)
-    live.kill("n3")
-    place = live.folder.path / "nodes" / "n3"
-    liar = live.folder.nodes["n3"][0]
-    words = [sys.executable, str(HOSTILE), str(place), liar, f"127.0.0.1:{live.folder.port}"]
-    live.start("n3", words)
-    try:
-        job = live.job("liar", algorithm, 13, nodes, deadline=30.0, evaluate_every=0)
-        live.run(job)
-    finally:
-        live.kill("n3")
-        live.start_node("n3")
-    missed = live.missed(job)
-    assert {name for _, name in missed} == {liar} and live.result(job)["lost_rounds"] == 0
-    assert {t for t, _ in missed} == set(range(1, 14))
-    # what is drawn for a call depends on how many calls a round has had, so the phases that were missed matter
-    phases = {(t, name, why.partition(":")[0]) for t, name, why in live.result(job)["left_out"]}
-    here = fit(absent_in(live.local(nodes), phases), algorithm, 13, evaluate_every=0)
-    there = live.models(job, nodes[:3])
-    for name, model in there.items():
-        assert float((model - here.personal[here.fed.names.index(name)]).abs().max()) <= 1e-12, name
-    notes = federation_folder.notes(job)
-    assert all(line[9:].startswith("n3") and line.isprintable() for line in notes)
-    assert any("accuracy" in line or "scores" in line for line in notes)
-    entries = list(verify(job / "audit.log"))
-    assert {entry["node"] for entry in entries} == set(nodes)
-    log = live.folder.path / "nodes" / "n0" / "state" / "audit.log"
-    assert len(list(verify(log, heads_seen(job / "audit.log", "n0")))) > 13  # both sides' logs agree
 
 
 SPEC = {
@@ -93,10 +58,10 @@ def attacks(run: str) -> list[dict[str, Any]]:
     stats = {"kind": "statistics", **about, "spec": SPEC, "split": [0.6, 0.2, 0.2], "seed": 0}
     found = [{"kind": "hello", **about}, stats]
     found += [
-        {**stats, "run": secrets.token_hex(8), "split": [0.0, 0.0, 1.0], "seed": seed} for seed in range(6)
+        {**stats, "run": secrets.token_hex(8), "split": [0.0, 0.0, 1.0], "seed": seed} for seed in range(8)
     ]
     found += [{**stats, "spec": {**SPEC, "categories": [name]}} for name in ("ssn", "note", "a")]
-    found += [{**stats, "spec": {**SPEC, "numeric": ["ssn"]}}]
+    found += [{**stats, "spec": {**SPEC, "numeric": [name]}} for name in ("ssn", "note")]
     found += [{"kind": "hello", **about, "roles": {**roles, "target": name}} for name in ("ssn", "note", "a")]
     spec = {**SPEC, "warnings": []}
     scales = [{"name": "a", "mean": 0.0, "sd": 1.0, "missing": False}]
@@ -115,6 +80,7 @@ def attacks(run: str) -> list[dict[str, Any]]:
         opened("ditto", logistic, steps=10**9),
     ]
     found += [opened("ditto", {"model": "causal_lm", "path_or_name": "/etc"})]
+    found += [opened("ditto", {"model": "mlp", "hidden": [20_000, 20_000], "classes": 2, "inputs": [1]})]
     found += [{**opened("ditto", logistic), "run": "../../../tmp/x"}, opened("ditto", logistic)]
     call = {
         "kind": "call",
@@ -250,9 +216,42 @@ class TestStrangers:
                 self.post(stranger, "/v1/fleet/pull-messages", 0, b"flwr-public-key: " + name + b"\r\n")
                 assert b"401" in self.answer(stranger)[:20]
 
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/v1/control/start-run", "//v1/control/start-run", "/v1/fleet/../control/start-run",
+            "/v1/control%2Fstart-run", "/v1/./control/start-run",
+            "/V1/control/start-run", "/v1/control/start-run/", "/v1/control;a/start-run",
+        ],
+    )  # fmt: skip
+    def test_no_path_leads_around_the_operators_token(self, live: Live, path: str) -> None:
+        with self.connect(live) as stranger:
+            self.post(stranger, path, 0)
+            assert self.answer(stranger)[9:12] in (b"400", b"401", b"403", b"404", b"405", b"307")
+
+    def test_no_request_hides_in_another(self, live: Live) -> None:
+        """Two lengths, chunks, a second request in the body, another protocol: one refusal, then the end."""
+        hidden = b"GET /v1/control/list-nodes HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        for headers in (
+            b"transfer-encoding: chunked\r\n",
+            b"content-length: 7\r\n",
+            b"transfer-encoding: chunked, identity\r\n",
+            b"upgrade: h2c\r\nconnection: upgrade\r\n",
+            b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n",
+            b"expect: 100-continue\r\n",
+        ):
+            with self.connect(live) as stranger:
+                self.post(stranger, "/v1/fleet/pull-messages", len(hidden), headers)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(hidden)
+                heard = self.answer(stranger)
+                while more := self.answer(stranger):
+                    heard += more
+                assert heard.count(b"HTTP/1.1 ") <= 1 and b" 200 " not in heard, heard
+
     def test_half_open_connections_are_closed(self, live: Live) -> None:
         begun, half = time.monotonic(), []
-        for k in range(60):
+        for k in range(300):
             one = (
                 self.connect(live)
                 if k % 2
@@ -261,7 +260,10 @@ class TestStrangers:
             if k % 2:
                 one.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: a\r\nx-a: ")
             half.append(one)
-        while time.monotonic() - begun < 40:
+        began = time.monotonic()
+        live.folder.operator(observe=True).nodes()  # others are served meanwhile
+        assert time.monotonic() - began < 10
+        while time.monotonic() - begun < 60:
             time.sleep(1.0)
             for one in half[1::2]:
                 try:

@@ -37,6 +37,18 @@ def test_a_secure_run_trains_what_one_process_trains(live: Live) -> None:
         assert live.result(job)["left_out"] == []
 
 
+def test_trees_grow_from_secure_sums_of_histograms(live: Live) -> None:
+    """Counts, histograms and judgements leave the nodes under masks; the trees are those of one process."""
+    trees = make("trees", leaves=4, least=2.0)
+    job = live.job("secure-trees", trees, 3, secure=True)
+    live.run(job)
+    here = fit(live.local(model=trees.own_model(3)), trees, 3, evaluate_every=0)
+    there = live.models(job)
+    for k, client in enumerate(here.fed.names):
+        assert float((there[client] - here.personal[k]).abs().max()) < 1e-5
+    assert live.result(job)["left_out"] == []
+
+
 def test_a_node_that_is_killed_in_a_secure_run(live: Live) -> None:
     job = live.job("secure-killed", make("fedavg", batch=4), 8, FIVE, l2=0.1, secure=True, deadline=5.0)
     dead = []

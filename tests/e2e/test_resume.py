@@ -84,9 +84,10 @@ EVERYWHERE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moments",
-    [(IN_THE_MIDDLE, AT_THE_END), pytest.param(EVERYWHERE, marks=pytest.mark.slow)],
+    [(IN_THE_MIDDLE, AT_THE_END), EVERYWHERE],
     ids=["twice", "everywhere"],
 )
 def test_killed_again_and_again(

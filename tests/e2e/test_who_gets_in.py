@@ -97,6 +97,22 @@ def test_a_server_with_an_expired_certificate_gets_no_node(live: Live, tmp_path:
     assert done.returncode == 2 and "expired" in done.stderr
 
 
+def test_a_node_does_not_pass_for_the_server(live: Live, tmp_path: Path) -> None:
+    """Its certificate is of the federation, too, but for a node."""
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    folder, place = node_folder(live, tmp_path / "misled"), live.folder.path / "nodes" / "n1"
+    shutil.copy(live.folder.path / "nodes" / "n0" / "node.key", folder / "node.key")
+    (tmp_path / "posing").mkdir()
+    shutil.copy(place / "node.crt", tmp_path / "posing" / "server.crt")
+    private, _ = keys.load_node_key(place / "node.key")
+    pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (tmp_path / "posing" / "server.key").write_bytes(pem)
+    with tls_server(tmp_path / "posing") as address:
+        done = start(live, folder, address)
+    assert done.returncode == 2 and "certificate" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def http(live: Live) -> Iterator[httpx.Client]:
     import httpx
@@ -187,3 +203,11 @@ def test_no_secret_can_be_read_by_others(live: Live) -> None:
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir() and path.parent == folder)):
         assert path == folder / "runs" or path.stat().st_mode & 0o077 == 0, path
     assert files.read_toml(folder / "federation.toml")["nodes"].keys() == live.folder.nodes.keys()
+    tokens = [live.folder.token.encode(), live.folder.observer.encode()]
+    inside = [
+        path.read_bytes().split(b"\n")[1] for path in folder.rglob("*.key")
+    ]  # a line of each private key
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix not in (".key", ".token"):
+            content = path.read_bytes()
+            assert not any(secret in content for secret in (*tokens, *inside)), f"{path} holds a secret"

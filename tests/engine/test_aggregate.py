@@ -82,9 +82,9 @@ def test_outliers_are_named():
 
 def test_honest_replies_are_rarely_left_out():
     g = torch.Generator().manual_seed(3)
-    for k, most in ((5, 10), (8, 4), (20, 4)):
-        wrong = sum(bool(ON_NODES.outliers(torch.randn(k, 1, generator=g)).any()) for _ in range(1000))
-        assert wrong <= most, (k, wrong)
+    for k, d, most in ((5, 1, 10), (8, 1, 4), (20, 1, 4), (4, 3, 5), (4, 20, 0), (5, 3, 2), (8, 3, 2)):
+        wrong = sum(bool(ON_NODES.outliers(torch.randn(k, d, generator=g)).any()) for _ in range(1000))
+        assert wrong <= most, (k, d, wrong)
     assert not ON_NODES.outliers(torch.tensor([[0.0], [1e-3], [1e9], [2.0]])).any()  # four cannot tell
 
 

@@ -195,3 +195,13 @@ def test_arrays_of_any_kind_become_clients():
     assert fed.clusters.tolist() == [1, 0] and fed.cluster_names == ["a", "b"]
     with pytest.raises(CoterieError, match="client 1 has no cluster"):
         Federation.from_arrays([[[1.0]], [[1.0]]], [[1.0], [1.0]], models.linear(), clusters=["a", None])
+
+
+def test_a_phase_without_numbers_sends_no_message_in_that_direction(fed):
+    fed.map(Probe().draw, to=[2, 3])
+    entry = next(counts for where, counts in fed.ledger.entries.items() if where.phase == "draw")
+    down, up = entry[:3], entry[3:]
+    assert down == [0, 0, 0] and up[:2] == [2, 4]
+    fed.map(Probe().remember, x=torch.ones(3, dtype=torch.float64), to=[2, 3])
+    entry = next(counts for where, counts in fed.ledger.entries.items() if where.phase == "remember")
+    assert entry[:2] == [2, 6] and entry[3:] == [0, 0, 0]

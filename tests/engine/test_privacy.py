@@ -20,6 +20,7 @@ from coterie.engine.protocol import Call
 from coterie.engine.row_privacy import RowPrivacy, row_gradients
 from coterie.engine.sums import Clients, SumRequest, SumsOnly
 from coterie.train import private
+from coterie.train.uncertainty import load_errors
 
 pytest.importorskip("dp_accounting")
 
@@ -147,6 +148,19 @@ def test_what_was_spent_is_at_most_what_was_promised_and_is_written(tmp_path):
         )  # of training rows nothing else leaves
     few = fit(fed, make("fedavg", participation=0.5), rounds=4, privacy=BUDGET)
     assert float(private.spent(few.fed).min()) < 4.0  # those who were asked less often paid less
+
+
+@pytest.mark.parametrize("unit", ["client", "row"])
+def test_nothing_reads_training_rows_once_more_without_noise(tmp_path, unit):
+    """Models trained again, standard errors and drift would; a run without privacy writes the errors."""
+    fed, budget = world(split=(0.6, 0.2, 0.2)), replace(BUDGET, unit=unit)
+    with pytest.raises(SettingError, match="without noise"):
+        fit(fed, "fedavg", rounds=2, privacy=budget, refit="all")
+    for privacy in (budget, None):
+        out = tmp_path / str(privacy is None)
+        run = fit(fed, "fedavg", rounds=2, privacy=privacy, out=out)
+        assert bool(load_errors(out)) == (privacy is None)
+        assert not (out / "drift.json").exists() and run.trained_on == ("train",)
 
 
 @pytest.mark.parametrize("unit", ["client", "row"])

@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+import coterie
 from coterie._core.errors import CoterieError
+from coterie.algorithms import make
 from coterie.conformance import federation
 from coterie.deploy.loopback import LoopbackRuntime
 from coterie.deploy.remote import RemoteRuntime
@@ -19,6 +21,7 @@ METHODS = {
     "fast_forward": ("stack",),
     "deferred_checks": ("unchecked", "hold"),
     "models_stay": ("finish",),
+    "reopens": ("reopened",),
 }
 
 
@@ -57,3 +60,24 @@ def test_other_rows_come_with_nothing_kept():
     splits = {split: fed.runtime.rows(split) for split in ("train", "validation", "test")}
     swapped = fed.runtime.with_rows(splits | {"train": splits["test"]}, None)
     assert swapped.rows("train") is splits["test"] and not swapped.snapshot()
+
+
+@pytest.mark.parametrize("name", ["ditto", "fedavg", "fine-tuned", "rtfa"])
+def test_one_deployment_gives_the_scores_and_the_models_of_two(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = coterie.fit(
+        coterie.Federation.from_table("heart_disease", "hospital", "sick"), make(name), rounds=2
+    )
+    fed, spent = run.fed, []
+    for evaluate in (fed.deploy_and_evaluate, fed.evaluate):
+        fed.ledger.entries.clear()
+        found = evaluate(run.algorithm, run.state, "validation")
+        spent.append(dict(fed.ledger.entries))
+        if isinstance(found, tuple):
+            values, models = found
+    assert models is not None and torch.equal(models, fed.personal(run.algorithm, run.state))
+    assert all(torch.equal(values[metric], found[metric]) for metric in found)
+    assert spent[0] == spent[1] and spent[0]
+    monkeypatch.setattr("coterie.engine.federation.HELD_ELEMENTS", 0)
+    assert fed.deploy_and_evaluate(run.algorithm, run.state, "validation")[1] is None

@@ -29,6 +29,7 @@ def small(name, key, **settings):
     return dataclasses.replace(experiment, plans=(plan,))
 
 
+@pytest.mark.slow
 def test_risk_has_every_estimator_and_its_prediction():
     found = simulated_risk(
         small("asymptotics/risk", "ar-100", features=40, rows=20, clients=60, judged=10), 0

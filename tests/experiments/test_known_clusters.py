@@ -113,6 +113,7 @@ def test_donors():
     assert losses["hierarchical"] < losses["local"]
 
 
+@pytest.mark.slow
 def test_a_table_without_clusters_is_one_group(command, write_table, tmp_path):
     table = write_table(tmp_path / "table.csv", "regression")
     common = ("fit", table, "--client", "site", "--target", "y", "--rounds", 2)

@@ -155,6 +155,7 @@ def test_unknown_experiment_suggests_the_nearest() -> None:
         ('name = "linear"', 'name = "liner"', "no model with name = 'liner'. Did you mean 'linear'"),
         ('name = "linear"', 'name = "linear"\nl3 = 1.0', "model of [[runs]] 'local': linear has no argument 'l3'"),
         ("tolerance = 2.0", "", "[[rows]] 'alone': nothing is checked"),
+        ("tolerance = 2.0", "shown = true\ntolerance = 2.0", "'alone': shown = true is for rows without"),
         ("paper = 1.0", "", "[[rows]] 'alone': a tolerance needs the number of the paper"),
         ('metric = "distance"', 'metric = "distanse"', "'alone': no metric 'distanse'. Did you mean 'distance'"),
         ('run = "single"', 'run = "singel"', "[[rows]] 'helped': no run 'singel'. Did you mean 'single'"),
@@ -254,14 +255,16 @@ measure = "coterie.pretended:b"
         ("at_most = 2.0", True),
         ("at_most = 1.9", False),
         ("paper = 2.0\ntolerance = 0.1\nat_most = 1.0", False),
+        ("shown = true", None),
     ],
 )
-def test_when_a_row_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, ok: bool) -> None:
+def test_when_a_row_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, ok: bool | None) -> None:
     offer(monkeypatch, a=lambda experiment, seed: {"x": seed}, b=lambda experiment, seed: {"x": 0})
     path = tmp_path / "measured.toml"
     path.write_text(f'{MEASURED}\n[[rows]]\nlabel = "r"\nrun = "a"\nmetric = "x"\n{row}\n')
     result = run(path)
-    assert (result.rows[0]["ours"], result.rows[0]["ok"], result.ok) == (2.0, ok, ok)
+    assert (result.rows[0]["ours"], result.rows[0]["ok"], result.ok) == (2.0, ok, ok is not False)
+    assert result.results[0].cells()[-1] == {True: "yes", False: "no", None: "shown"}[ok]
     assert result.rows[0]["sd"] == pytest.approx(2**0.5)
 
 
@@ -438,3 +441,17 @@ def test_known_clusters_reach_least_squares(tmp_path: Path, key: str) -> None:
     assert data.truth is not None and record is not None
     distance = float((exact - data.truth).norm(dim=1).mean())
     assert record["metrics"]["distance"] == pytest.approx(distance, rel=1e-6)
+
+
+DIFFERENCES = ("gain", "lead", "over_", "saves")
+ENDS = {"dcgd_end": "a logarithm"}
+
+
+@pytest.mark.parametrize("name", [name for name, _ in spec.experiments()])
+def test_every_bar_of_an_experiment_could_be_missed(name: str) -> None:
+    for row in spec.read(name).rows:
+        alone = row.at_least is not None and row.tolerance is None and row.at_most is None
+        if alone and not any(word in row.metric for word in DIFFERENCES) and row.metric not in ENDS:
+            assert row.at_least > 0, (
+                f"{row.label}: {row.metric} is never below 0; give a bar, or shown = true"
+            )

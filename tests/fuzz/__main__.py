@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
+import os
 import time
-import warnings
-from pathlib import Path
 
-import torch
-
-from tests.fuzz.commands import Fuzzer
+from tests.fuzz.workers import Progress, fuzz
 
 
 def main() -> int:
@@ -18,32 +14,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=int, default=10_000, help="number of tables")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--processes", type=int, default=200, help="every so many tables, real processes")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes side by side")
+    parser.add_argument(
+        "--processes", type=int, default=500, help="every so many tables, a process per command"
+    )
     parser.add_argument("--pages", action="store_true", help="also write the page beside every run")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    if not asked.pages:
-        import coterie.cli.training
-
-        coterie.cli.training.report_beside = lambda *_: None
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer = Fuzzer(Path(folder))
-        known = 0
-        for k in range(asked.tables):
-            fuzzer.try_table(asked.first + k, processes=bool(asked.processes) and k % asked.processes == 7)
-            for fault in fuzzer.found.faults[known:]:
-                print(fault, flush=True)
-            known = len(fuzzer.found.faults)
-            if (k + 1) % 100 == 0:
-                spent = time.monotonic() - began
-                left = spent / (k + 1) * (asked.tables - k - 1)
-                print(
-                    f"{k + 1} of {asked.tables} tables, {known} faults, {left / 60:.0f} min left", flush=True
-                )
-    print(fuzzer.found.text())
-    return int(bool(fuzzer.found.faults))
+
+    def show(progress: Progress) -> None:
+        for fault in progress.new_faults():
+            print(fault, flush=True)
+        if progress.tables % 100 == 0:
+            spent = time.monotonic() - began
+            left = spent / progress.tables * (asked.tables - progress.tables) / 60
+            calls, faults = sum(progress.counts.values()), len(progress.faults)
+            print(
+                f"{progress.tables} of {asked.tables} tables, {calls} commands, {faults} faults, {left:.0f} min left",
+                flush=True,
+            )
+
+    found = fuzz(asked.first, asked.tables, asked.workers, asked.processes, asked.pages, show)
+    print(f"{found.text()}\n{(time.monotonic() - began) / 60:.0f} minutes")
+    return int(bool(found.faults))
 
 
 if __name__ == "__main__":

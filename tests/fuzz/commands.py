@@ -16,20 +16,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from coterie.algorithms import all_algorithms
 from tests.fuzz import tables
 
-SECONDS = 120  # after which a command hangs
-METHODS = (
-    "ditto",
-    "fedavg",
-    "local",
-    "cobo",
-    "ifca",
-    "hierarchical",
-    "flix",
-    "fine-tuned",
-    "pfedme",
-    "pfl-tc",
+SECONDS = 120  # of computing, after which a command hangs; a busy machine makes none hang
+USUAL = ("ditto", "fedavg", "local", "cobo", "ifca", "hierarchical", "flix", "fine-tuned", "pfedme", "pfl-tc")
+FIT_OPTIONS = (
+    ("--model", "mlp"),
+    ("--model", "trees"),
+    ("--metric", "auc"),
+    ("--metric", "mae"),
+    ("--metric", "brier"),
+    ("--split", "1,0,0"),
+    ("--split", "0.8,0,0.2"),
+    ("--split", "0.5,0.5,0"),
+    ("--refit", "all"),
+    ("--refit", "none"),
+    ("--cluster", "f0"),
+    ("--select", "best"),
+    ("--aggregate", "median"),
+    ("--l2", "0.1"),
+    ("--dropout", "0.5"),
+    ("--epsilon", "4"),
+    ("--workers", "1"),
+    ("--budget-mb", "0.01"),
 )
 FORMATS = ("safetensors", "csv", "torchscript", "onnx")
 COLUMNS = ("--client", "site", "--target", "y")
@@ -88,48 +98,73 @@ class Fuzzer:
         readable = self.call(number, "data", "describe", path, *options) == 0
         if readable and draw.random() < 0.4:
             self.train(draw, number, path, options)
-        elif readable and draw.random() < 0.12:
-            self.plan(draw, number, path, options)
+        elif readable and draw.random() < 0.25:
+            self.choose(draw, number, path, options)
         for left in self.folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def train(self, draw: random.Random, number: int, path: Path, options: list[str]) -> None:
         """Fit a method, then use and damage what it left."""
         run = self.folder / "run"
-        arguments = ["--rounds", 2, "--algorithm", draw.choice(METHODS), "--out", run]
+        method = draw.choice(USUAL if draw.random() < 0.6 else list(all_algorithms()))
+        arguments = ["--rounds", 2, "--algorithm", method, "--out", run]
+        while draw.random() < 0.3:
+            name, value = draw.choice(FIT_OPTIONS)
+            arguments += [] if name in arguments or name in options else [name, value]
         if self.call(number, "fit", path, *options, *arguments) != 0:
             return
         if self.call(number, "predict", run, path, "--out", self.folder / "p.csv") != 0:
             self.fault(number, "predict", "cannot predict the rows it was trained on")
         other = tables.make(self.folder, number + 10**9)
-        self.call(number, "predict", run, other)
+        self.call(number, "predict", run, other, "--json", self.folder / "p.json")
         self.call(number, "adapt", run, other, "--out", self.folder / "adapted")
         self.call(number, "export", run, "--to", draw.choice(FORMATS[:3] if draw.random() < 0.9 else FORMATS))
         if draw.random() < 0.1:
-            self.call(number, "report", run)
+            self.call(number, "report", run, *(["--by", "f0"] if draw.random() < 0.3 else []))
         files = sorted(one for one in run.rglob("*") if one.is_file() and one.suffix not in (".html", ".js"))
         for target in draw.sample(files, min(3, len(files))):
             whole = target.read_bytes()
             target.write_bytes(tables.damaged(draw, whole) if draw.random() < 0.9 else b"")
-            for command in (("predict", run, path), ("export", run, "--to", "csv"), ("resume", run)):
-                self.call(number, *command)
-            if draw.random() < 0.1:
+            self.call(number, "predict", run, path)
+            self.call(number, "export", run, "--to", "csv")
+            slow = draw.random()
+            if slow < 0.3:
+                self.call(number, "resume", run)
+            elif slow < 0.4:
                 self.call(number, "report", run, "--out", self.folder / "r.html")
             target.write_bytes(whole)
 
-    def plan(self, draw: random.Random, number: int, path: Path, options: list[str]) -> None:
+    def choose(self, draw: random.Random, number: int, path: Path, options: list[str]) -> None:
         """Commands that train several models or none."""
-        few = ["--rounds", 2, "--seeds", 1, "--budget", 1, "--out", self.folder / "all"]
-        auto = ["--rounds", 2, "--algorithm", "auto", "--out", self.folder / "auto"]
-        kind = draw.random()
-        if kind < 0.4:
-            self.call(number, "advise", path, *options, "--probe", 2)
-        elif kind < 0.6:
-            self.call(number, "plan", path, *options, "--accuracy", 0.01, "--rounds", 5)
-        elif kind < 0.8:
-            self.call(number, "compare", path, *options, *few)
-        else:
-            self.call(number, "fit", path, *options, *auto)
+        out = self.folder / "all"
+        few = ["--rounds", 2, "--seeds", 1]
+        name, *arguments = draw.choice(
+            (
+                ("advise", "--probe", 2),
+                ("plan", "--accuracy", 0.01, "--rounds", 5),
+                ("plan", "--accuracy", 0.01, "--budget-mb", 0.1),
+                ("compare", *few, "--budget", 1, "--out", out),
+                (
+                    "compare",
+                    *few,
+                    "--budget",
+                    2,
+                    "--out",
+                    out,
+                    "--algorithms",
+                    draw.choice(USUAL),
+                    "--folds",
+                    3,
+                ),
+                ("fit", "--rounds", 2, "--algorithm", "auto", "--out", out),
+                ("tune", "--rounds", 2, "--trials", 2, "--algorithm", draw.choice(USUAL), "--out", out),
+                ("privacy", *few, "--epsilons", "1", "--algorithms", "fedavg"),
+            )
+        )
+        done = self.call(number, name, path, *options, *arguments) == 0
+        if done and name == "compare" and draw.random() < 0.3:
+            self.call(number, "report", out, *(["--by", "f0"] if draw.random() < 0.3 else []))
+            self.call(number, "predict", out / "local", path)
 
     def call(self, number: int, *arguments: object) -> object:
         """Run a command and check what it left."""
@@ -141,7 +176,7 @@ class Fuzzer:
             self.fault(number, name, f"{code}: {err.strip()[-1500:]}")
         if code == 2 and not err.strip():
             self.fault(number, name, "refused without a word")
-        if code == 2 and out is not None and out.exists() and arguments[0] != "report":
+        if code == 2 and out is not None and out.exists() and arguments[0] not in ("report", "tune"):
             self.fault(
                 number, name, f"left {[one.name for one in (out, *out.rglob('*'))][:5]}: {err.strip()[-300:]}"
             )
@@ -161,8 +196,8 @@ class Fuzzer:
             raise Hang
 
         out, err = io.StringIO(), io.StringIO()
-        before = signal.signal(signal.SIGALRM, late)
-        signal.alarm(SECONDS)
+        before = signal.signal(signal.SIGPROF, late)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 cli.main(arguments)
@@ -174,15 +209,17 @@ class Fuzzer:
         except BaseException:
             return "traceback", traceback.format_exc()
         finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
 
     def in_new_process(self, arguments: list[str]) -> tuple[object, str]:
         """Exit code and standard error of a command in a process of its own."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "coterie", *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=SECONDS, env=environment, check=False)
+            done = subprocess.run(
+                command, capture_output=True, timeout=5 * SECONDS, env=environment, check=False
+            )
         except subprocess.TimeoutExpired:
             return "hang", " ".join(arguments)
         return done.returncode, done.stderr.decode("utf-8", "replace")

@@ -19,16 +19,23 @@ def fuzzer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fuzzer:
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_table_ends_in_a_traceback(fuzzer: Fuzzer) -> None:
-    for number in range(60):
+    for number in range(15):
         fuzzer.try_table(number)
     assert not fuzzer.found.faults, fuzzer.found.text()
-    assert fuzzer.found.counts["data describe", 0] > 20 and fuzzer.found.counts["predict", 2] > 5
+    assert fuzzer.found.counts["data describe", 0] > 5 and fuzzer.found.counts["predict", 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(15, 300, 57))
+@pytest.mark.filterwarnings("ignore")
+def test_nor_do_more_tables(fuzzer: Fuzzer, first: int) -> None:
+    for number in range(first, first + 57):
+        fuzzer.try_table(number)
+    assert not fuzzer.found.faults, fuzzer.found.text()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_nor_do_more_tables_and_real_processes(fuzzer: Fuzzer) -> None:
-    for number in range(60, 300):
-        fuzzer.try_table(number)
+def test_nor_do_real_processes(fuzzer: Fuzzer) -> None:
     fuzzer.try_table(3, processes=True)
     assert not fuzzer.found.faults, fuzzer.found.text()

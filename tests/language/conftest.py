@@ -11,15 +11,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from coterie.deploy import demo_texts
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-WORDS = {
-    "ca": "el gat dorm a la casa i el gos corre pel carrer amb la nena que canta".split(),
-    "es": "el gato duerme en la casa y el perro corre por la calle con la chica que canta".split(),
-    "de": "die katze schläft im haus und der hund läuft auf der straße mit dem mädchen".split(),
-    "nl": "de kat slaapt in het huis en de hond loopt op straat met het meisje dat zingt".split(),
-}
+LANGUAGES = {"ca": "catalan", "es": "spanish", "de": "german", "nl": "dutch"}
+WORDS = {code: demo_texts.WORDS[language].split() for code, language in LANGUAGES.items()}
 
 
 def sentences(language: str, count: int, seed: int = 0) -> list[str]:
@@ -41,42 +39,10 @@ def documents() -> dict[str, list[str]]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a Llama with two layers: config.json, model.safetensors, tokenizer.json."""
-    transformers = pytest.importorskip("transformers", reason="needs coterie[llm]")
+    pytest.importorskip("transformers", reason="needs coterie[llm]")
     pytest.importorskip("peft", reason="needs coterie[llm]")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    transformers.utils.logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([" ".join(words) for words in WORDS.values()], trainer)
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>"
-    )
-    fast.save_pretrained(str(folder))
-    config = transformers.LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(str(folder))
+    demo_texts.write_language_model(folder)
     return folder
 
 

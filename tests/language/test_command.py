@@ -45,6 +45,20 @@ def test_from_a_folder_of_texts_to_adapters_that_peft_reads(folder, tiny, tmp_pa
         torch.testing.assert_close(adapted(ids).logits, run.model("de")(ids), rtol=1e-4, atol=1e-5)
 
 
+def test_one_document_per_client_is_refused_before_training(tiny, tmp_path, capsys) -> None:
+    """It cannot be both trained on and validated on; the last adapters can be had."""
+    for language, text in (("de", "die katze schläft. "), ("nl", "de kat slaapt. ")):
+        (tmp_path / "texts" / language).mkdir(parents=True)
+        (tmp_path / "texts" / language / "all.txt").write_text(text * 40, encoding="utf-8")
+    words = train(tmp_path / "texts", tiny, tmp_path / "run", "--rounds", "1", "--algorithm", "local")
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    said = " ".join(capsys.readouterr().err.split())
+    assert end.value.code == 2 and "no client has a document left to validate on" in said
+    assert "--select last" in said and not (tmp_path / "run").exists()
+    main_exits_well([*words, "--select", "last"])
+
+
 def test_a_stopped_run_goes_on_and_writes_its_adapters(folder, tiny, tmp_path, monkeypatch) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     main_exits_well(train(folder, tiny, whole, "--rounds", "4", "--algorithm", "local"))

@@ -228,6 +228,7 @@ def test_the_worst_tenth_and_ranks_know_the_direction():
 # What a user adds
 
 
+@pytest.mark.slow
 def test_a_method_is_added_to_published_results(folder, tmp_path):
     """From leaderboard.json alone: only the new method and training alone run."""
     file = tmp_path / "mine.py"
@@ -245,6 +246,7 @@ def test_a_method_is_added_to_published_results(folder, tmp_path):
     assert str(tmp_path) not in json.dumps(board.result)  # no path of this machine is published
 
 
+@pytest.mark.slow
 def test_a_table_is_added_to_a_folder(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     table = tmp_path / "wards.csv"

@@ -523,6 +523,7 @@ def test_the_page_lists_every_metric_as_it_is() -> None:
         "classes": ("binary", "multiclass"),
         "numbers": ("regression",),
         "text": ("language",),
+        "survival": ("survival",),
     }
     for name, (kind, _, span, better, missing) in told.items():
         metric = find(name)

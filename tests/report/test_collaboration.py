@@ -11,7 +11,7 @@ import torch
 from coterie._core import files
 from coterie.report import collaboration
 from coterie.report.facts import RunFacts, read_runs
-from coterie.report.graph import graph
+from coterie.report.graph import _merged, graph
 
 
 def one(folder: Path) -> RunFacts:
@@ -57,7 +57,9 @@ def test_neighbours_are_those_with_the_largest_weights(twelve: Path) -> None:
     weights = run.weights.copy()
     np.fill_diagonal(weights, -1)
     for k, name in enumerate(best):
-        assert weights[k, run.names.index(name)] == weights[k].max()
+        chosen = weights[k, run.names.index(name)] if name != "nobody" else 0.0
+        assert chosen == weights[k].max()
+    assert len(set(best)) > 2
 
 
 def test_what_each_method_shows(twelve: Path) -> None:
@@ -95,3 +97,11 @@ def test_linked_clients_lie_near_each_other(twelve: Path) -> None:
     distance = np.linalg.norm(places[:, None] - places, axis=-1)
     same = (kind[:, None] == kind) & ~np.eye(12, dtype=bool)
     assert distance[same].mean() < 0.5 * distance[kind[:, None] != kind].mean()
+
+
+def test_links_of_merged_groups_are_means_over_their_members() -> None:
+    weights, groups = np.random.default_rng(5).random((6, 6)), np.array([0, 0, 0, 1, 1, 2])
+    merged, names, _, keep = _merged(weights, groups)
+    expected = [[weights[np.ix_(groups == a, groups == b)].mean() for b in keep] for a in keep]
+    assert keep.tolist() == [0, 1, 2] and names[0].endswith("3 clients")
+    np.testing.assert_allclose(merged, expected, rtol=1e-12)

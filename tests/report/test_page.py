@@ -112,6 +112,7 @@ def test_regression_is_in_the_units_of_the_target(tmp_path: Path) -> None:
     assert "<html" in report([tmp_path / "ditto"])
 
 
+@pytest.mark.slow
 def test_why_auto_chose_is_told(tmp_path: Path) -> None:
     fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
     coterie.fit(fed, "auto", rounds=3, out=tmp_path / "run")

@@ -161,6 +161,29 @@ def test_it_says_when_it_cannot_tell():
     assert "too few" in three.text()
 
 
+def few_rows(tmp_path):
+    table = tmp_path / "few.csv"
+    table.write_text("site,x,y\na,1,2\na,2,3\nb,3,4\nb,4,5\n")
+    return Federation.from_table(table, "site", "y")
+
+
+def no_relation(_):
+    draw = np.random.default_rng(2)
+    xs = [draw.normal(size=(4, 2)) for _ in range(6)]
+    ys = [draw.normal(size=4) + 3 * draw.normal() for _ in xs]
+    return Federation.from_arrays(xs, ys, model=models.linear())
+
+
+@pytest.mark.parametrize("world", [few_rows, no_relation])
+def test_training_alone_has_a_penalty_with_an_end(world, tmp_path):
+    """An endless penalty around zero is no method, and it once turned into advice to share one model."""
+    fed = world(tmp_path)
+    advice = advise(fed, probe=0)
+    assert {advice.method, *advice.methods} == {"ridge-local"}
+    assert advice.lams.isfinite().all() and math.isfinite(advice.lam)
+    coterie.fit(fed, advice.algorithm(fed), rounds=1)
+
+
 def test_one_client_has_nobody_to_collaborate_with():
     with pytest.raises(SettingError, match="nobody"):
         advise(simple(clients=1).federation())

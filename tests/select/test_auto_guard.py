@@ -33,14 +33,14 @@ def chosen(guard: bool) -> Choice:
 
 def test_a_stranger_keeps_its_own_model_and_nobody_else_does():
     free, guarded = chosen(False), chosen(True)
-    clients, alone = guarded.own
-    assert clients == [STRANGER] and free.own == ([], None) and alone is not None
+    assert guarded.guarded == [STRANGER] and free.guarded == [] and guarded.run.own is not None
+    alone = guarded.run.own.alone
     others = [k for k in range(14) if k != STRANGER]
     assert torch.equal(guarded.run.personal[others], free.run.personal[others])
     assert torch.equal(guarded.run.personal[STRANGER], alone.personal[STRANGER])
     before, after = (one.run.score("test", "loss") for one in (free, guarded))
-    assert float(after[STRANGER]) < 0.6 * float(before[STRANGER])
-    assert "('3') keep the model" in guarded.text() and "keep the model" not in free.text()
+    assert float(after[STRANGER]) < 0.75 * float(before[STRANGER])
+    assert "('3') keeps the model" in guarded.text() and "keeps the model" not in free.text()
 
 
 def test_scores_are_those_of_the_deployed_models():

@@ -25,7 +25,7 @@ def test_compare_shows_the_metric(command: Command, tmp_path: Path) -> None:
     assert "test auc of the clients' models (higher is better)" in page
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "auto"])
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("auto", marks=pytest.mark.slow)])
 def test_fit_shows_and_keeps_the_metric(command: Command, tmp_path: Path, algorithm: str) -> None:
     options = ("--rounds", 3, "--algorithm", algorithm, "--metric", "ece", "--select", "best")
     done = command("fit", *HEART, *options, "--out", tmp_path / "run", "--json", tmp_path / "r.json")

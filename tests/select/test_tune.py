@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from coterie import Algorithm, models
+from coterie._core import systems
 from coterie._core.errors import DataError, RunError, SettingError
 from coterie.algorithms import make
 from coterie.cli import app
@@ -148,3 +149,35 @@ def test_the_command_takes_a_metric_and_repeats_it(tmp_path: Path) -> None:
     assert "mean validation auc over clients" in shown.output
     with pytest.raises(RunError, match="holds a search with other settings"):
         search_table(tmp_path / "study", make("ditto"), TABLE | {"seed": 0}, trials=2, rounds=2)
+
+
+@pytest.mark.parametrize("last", [2, 11])
+def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """In the middle of a trial, which stays open, with the study locked and half a line written."""
+    fed, asked = world(), {"trials": 14, "rounds": 10}
+    whole = search(fed, "ditto", folder=tmp_path / "whole", **asked)
+    contestant, made = searching.Contestant, []
+
+    def killed(*given: object) -> object:
+        made.append(given)
+        if len(made) > last:
+            raise KeyboardInterrupt
+        return contestant(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(searching, "Contestant", killed)
+        search(fed, "ditto", folder=tmp_path / "killed", **asked)
+    study = tmp_path / "killed" / "study.log"
+    study.with_name("study.log.lock").symlink_to(study)
+    with open(study, "a") as stream:
+        stream.write('{"op_code": 5, "tri')
+    assert search(fed, "ditto", folder=tmp_path / "killed", **asked).json() == whole.json()
+
+
+def test_two_searches_do_not_share_a_folder(tmp_path: Path) -> None:
+    with systems.locked(tmp_path / "lock") as ours:
+        assert ours
+        with pytest.raises(RunError, match="in use by another search"):
+            search(world(), "ditto", trials=1, rounds=2, folder=tmp_path)

@@ -267,6 +267,7 @@ def check_simulation(world, judged, seed, limits=None):
             assert abs(ours.variance - limits[name][1]) <= 0.005, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
 def test_simulation_of_all_nine_estimators(correlation):
     check_simulation(World(features=120, rows=60, clients=300, correlation=correlation), 30, seed=1)

@@ -9,6 +9,7 @@ from scipy.stats import multivariate_normal
 
 from coterie._core.errors import DataError, SettingError
 from coterie.data.generate import hierarchical_linear
+from coterie.theory.deviance_search import lowest
 from coterie.theory.mixed_likelihood import deviance, maximum_likelihood
 from coterie.theory.variance_components import (
     Sums,
@@ -169,6 +170,16 @@ def test_no_difference_between_clients_gives_zero_not_nan():
     assert torch.isfinite(models).all() and (models - models[0]).abs().max() < 1e-2
 
 
+def test_clusters_nearer_than_chance_have_no_variance_between_them():
+    """The moment is negative here: the clusters' means agree, and their clients do not."""
+    effects = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    xs = [torch.ones(40, 1, dtype=torch.float64) for _ in effects]
+    ys = [e + 0.1 * torch.randn(40, generator=generator, dtype=torch.float64) for e in effects]
+    found = moments(Sums.of(xs, ys, CLUSTERS))
+    assert found.between.item() == 0.0 and found.within.min().item() > 1.0
+
+
 def test_what_cannot_be_estimated_is_an_error():
     data = hierarchical_linear(clusters=2, clients=3, features=5, rows=4)
     sums = Sums.of(data.xs, data.ys, data.clusters)
@@ -179,3 +190,15 @@ def test_what_cannot_be_estimated_is_an_error():
         moments(sums, "each")
     with pytest.raises(SettingError, match="effects"):
         maximum_likelihood(sums, "slopes")
+
+
+def test_a_search_turns_back_where_matrices_are_singular():
+    """A trial step that goes too far costs nothing but the step."""
+
+    def deviance(point):
+        if float(point.detach()[0]) > 4:
+            raise torch.linalg.LinAlgError("singular")
+        return ((point - 3) ** 2).sum()
+
+    point, _ = lowest(deviance, torch.tensor([-6.0]).double(), None, [(-9.0, 9.0)])
+    assert abs(float(point[0]) - 3) < 1e-3

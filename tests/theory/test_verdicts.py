@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from coterie._core.errors import DataError, SettingError
-from coterie.theory.verdicts import SPREADS, Evidence, guarded, judge
+from coterie.theory.verdicts import SPREADS, SURE, Evidence, _called, guarded, judge
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -148,6 +148,16 @@ def simulated(
     return share, said, wrong, covered
 
 
+def test_calls_are_those_of_benjamini_and_hochberg() -> None:
+    """scipy's own takes two seconds to load after installing, so that the package has four lines of its own."""
+    draw = np.random.default_rng(0)
+    for size in [0, *draw.integers(1, 30, 300)]:
+        better = draw.beta(*draw.choice([0.05, 0.3, 1.0, 3.0], 2), size=size).round(draw.choice([2, 9]))
+        tails = np.minimum(1, 2 * np.minimum(better, 1 - better))
+        said = stats.false_discovery_control(tails) <= 2 * (1 - SURE) if size else np.zeros(0, dtype=bool)
+        np.testing.assert_array_equal(_called(better), np.where(said, np.where(better > 0.5, 1, -1), 0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [normal, heavy, skewed, signs])
 def test_without_a_difference_few_clients_are_called(noise: Noise) -> None:
@@ -205,3 +215,11 @@ def test_what_a_guard_lets_through_is_within_noise() -> None:
                 left += int((~own & (true < -2 / rows**0.5)).sum())
                 count += 30
         assert left <= 0.02 * count, (rows, left, count)
+
+
+def test_a_client_with_one_model_twice_is_not_called_because_of_the_others() -> None:
+    gains = 2 + 3 * np.random.default_rng(0).normal(size=(80, 3))
+    gains[4] = 0.0
+    found = judge(Evidence.of_rows(gains.ravel(), np.repeat(np.arange(80), 3), 80))
+    assert found.better[4] > 0.975, "the others alone would call it"
+    assert found.called[4] == 0 and (np.delete(found.called, 4) == 1).sum() > 60

@@ -196,6 +196,22 @@ def test_a_method_may_have_a_rule_of_its_own(trained: dict[str, Path]) -> None:
     assert torch.equal(models, torch.ones(1, 5))
 
 
+@pytest.mark.parametrize("odd", [b"\x00\xff", [1, 2], {"a": 1}])
+def test_clients_named_by_bytes_or_lists_are_refused(trained: dict[str, Path], odd: Any) -> None:
+    new = clinics(1, 20, seed=3, first=9).with_columns(polars.Series("clinic", [odd] * 20))
+    for use in (adapt, lambda run, table: Predictor.load(run)(table)):
+        with pytest.raises(
+            DataError, match=r"client column 'clinic' holds .*not plain values\. Write it as text"
+        ):
+            use(trained["fedavg"], new)
+
+
+def test_a_newcomer_has_a_name_in_every_row(trained: dict[str, Path]) -> None:
+    new = clinics(1, 20, seed=3, first=9).with_columns(polars.Series("clinic", [None, *["c9"] * 19]))
+    with pytest.raises(DataError, match="client column 'clinic' has 1 missing"):
+        adapt(trained["fedavg"], new)
+
+
 LONGER = ("fedavg", "fine-tuned", "cobo", "hierarchical")
 
 

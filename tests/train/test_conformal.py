@@ -60,6 +60,9 @@ def test_test_rows_of_every_client_are_covered(classes, method):
         found = calibrated.predict(frame.head(5))
         assert (found["upper"] > found["prediction"]).all() and (found["lower"] < found["prediction"]).all()
         assert abs((frame["y"][:5] - found["prediction"]).abs().max()) < 1e3
+        some = calibrated.predict(frame.gather([0, 800, 1600]))  # clients 0, 1 and 2, each by its own bound
+        reach = (some["upper"] - some["prediction"]).to_numpy() / fed.table.target_scale
+        assert np.allclose(reach, calibrated.bounds[:3].numpy())
     else:
         assert set(calibrated.predict(frame.head(20))["set"]) <= {"", "no", "yes", "no | yes"}
 
@@ -76,6 +79,16 @@ def test_clients_with_few_rows_share_a_bound():
     low, high = calibrated.rows(None, torch.ones(1, 1))[0]
     assert high - low == pytest.approx(2 * calibrated.new)
     assert calibrated.rows(fed.names[0], torch.ones(2, 1)).shape == (2, 2)
+
+
+def test_rows_that_refitted_the_models_do_not_calibrate_them():
+    fed = Federation.from_table(table(4, 60, 1, False), client="who", target="y")
+    run = fit(fed, "fedavg", rounds=3, evaluate_every=0, refit="validation")
+    with pytest.raises(SettingError, match=r"trained on the validation rows too; calibrate on split='test'"):
+        run.conformal()
+    assert run.conformal(split="test").bounds.shape == (4,)
+    with pytest.raises(SettingError, match="--refit none"):
+        fit(fed, "fedavg", rounds=3, evaluate_every=0, refit="all").conformal()
 
 
 def test_what_cannot_be_calibrated_says_so():

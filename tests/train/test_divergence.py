@@ -94,3 +94,12 @@ def test_a_device_that_is_not_here_is_named(device: str) -> None:
     with pytest.raises(SettingError, match=f"device '{device}'"):
         coterie.Federation.from_table("heart_disease", "hospital", "sick", device=device)
     assert coterie.Federation.from_table("heart_disease", "hospital", "sick", device="auto").n == 4
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+    privacy = coterie.Privacy(epsilon=4, delta=1e-5)
+    rare = {"checkpoint_every": 1000}  # by time, a busy machine would write one, and then the folder stays
+    with pytest.raises(SettingError, match="more than once in a round"):
+        coterie.fit(fed, "fedproto", rounds=2, out=tmp_path / "run", privacy=privacy, **rare)
+    assert not list(tmp_path.iterdir())

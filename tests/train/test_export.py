@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import getpass
 import json
 import math
 import warnings
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from safetensors import safe_open
 
 import coterie
 from coterie._core.errors import RunError, SettingError
-from coterie.train.export import export
+from coterie.train.export import SUFFIXES, export
 from coterie.train.predict import Predictor
 
 if TYPE_CHECKING:
@@ -110,6 +112,50 @@ def test_torchscript(runs: dict[str, Path], kind: str, model: str, tmp_path: Pat
     np.testing.assert_allclose(
         found.numpy(), expected(run)[0], rtol=1e-6, atol=1e-6 if kind != "regression" else 0
     )
+
+
+def everything_in(path: Path) -> bytes:
+    """Return the bytes of a file, and of what is packed in it."""
+    if not zipfile.is_zipfile(path):
+        return path.read_bytes()
+    with zipfile.ZipFile(path) as packed:
+        return path.read_bytes() + b"".join(packed.read(name) for name in packed.namelist())
+
+
+@pytest.mark.parametrize("model", ["linear", "network", "trees"])
+@pytest.mark.parametrize("to", SUFFIXES)
+def test_no_format_tells_where_it_was_made(
+    runs: dict[str, Path], model: str, to: str, tmp_path: Path, write_table: WriteTable
+) -> None:
+    """torch notes the file and line that made each node, in TorchScript and in ONNX."""
+    run = tmp_path / "run" if model == "trees" else runs[f"binary {model}"]
+    if (model, to) in {("network", "csv"), ("trees", "csv"), ("linear", "lightgbm"), ("network", "lightgbm")}:
+        pytest.skip("the model has no such form")
+    if to == "onnx":
+        pytest.importorskip("onnx", reason="onnx is not installed")
+    if model == "trees":
+        table = write_table(tmp_path / "table.csv", "binary")
+        fed = coterie.Federation.from_table(table, "site", "y", model=coterie.models.trees(2, 2))
+        coterie.fit(fed, "trees", rounds=2, out=run)
+    found = everything_in(export(run, "south", to, tmp_path / "model")).lower()
+    package = Path(coterie.__file__).parent
+    places = [package, package.parent, Path(torch.__file__).parent, Path.home(), Path.cwd(), run, tmp_path]
+    traces = [str(place) for place in places if len(place.parts) > 1]
+    traces += [".py:", "site-packages", *([user] if len(user := getpass.getuser()) > 3 else [])]
+    assert not [trace for trace in traces if trace.lower().encode() in found]
+
+
+def test_records_of_torchscript_lie_as_torch_lays_them(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Tensors begin at multiples of 64 bytes, so that they can be mapped instead of read."""
+    path = export(runs["binary network"], "south", "torchscript", tmp_path / "model.pt")
+    with zipfile.ZipFile(path) as packed:
+        assert packed.testzip() is None
+        assert {name.partition("/")[0] for name in packed.namelist()} == {"model"}
+        for record in packed.infolist():
+            with packed.open(record) as stream:
+                stream.read(1)
+            start = record.header_offset + 30 + len(record.filename) + len(record.extra)
+            assert start % 64 == 0
 
 
 @pytest.mark.parametrize("kept", [["age", "score"], ["colour"]], ids=["numbers only", "texts only"])

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -134,3 +136,41 @@ def test_the_library_is_silent_until_logging_is_configured(
     said = [record.getMessage() for record in caplog.records if record.name.startswith("coterie")]
     assert said[0] == f"fedavg: 2 rounds, 4 clients, d = {fed.d}"
     assert any("round 2: validation loss" in line for line in said) and "round 2 deployed" in said[-1]
+
+
+def test_a_refitted_run_is_scored_by_the_models_that_had_not_seen_the_rows(tmp_path: Path) -> None:
+    fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+    run = coterie.fit(fed, "ditto", rounds=3, out=tmp_path / "run", refit="validation")
+    same = coterie.load(tmp_path / "run")
+    assert same.trained_on == run.trained_on == ("train", "validation")
+    for split in ("validation", "test"):
+        assert same.score(split, "brier").allclose(run.score(split, "brier"))
+    assert (
+        not run.fed.score(run.personal, "validation")["loss"]
+        .double()
+        .allclose(run.score("validation", "loss"))
+    )
+    same.scored = None
+    with pytest.raises(SettingError, match="trained on the validation rows too"):
+        same.score("validation", "brier")
+
+
+@pytest.mark.parametrize("refit", ["none", "validation"])
+def test_a_loaded_hierarchical_run_has_its_effects_tests_and_intervals(refit: str, tmp_path: Path) -> None:
+    """Clients get their models back, and are asked about the rows that trained them."""
+    rng = np.random.default_rng(0)
+    site = np.repeat(np.arange(12), 15)
+    x, level = rng.normal(size=len(site)), 1.5 * rng.normal(size=12)[site]
+    sick = rng.uniform(size=len(site)) < 1 / (1 + np.exp(-x - level))
+    frame = pl.DataFrame({"site": [f"s{k:02}" for k in site], "x": x, "sick": np.where(sick, "yes", "no")})
+    frame.write_csv(tmp_path / "table.csv")
+    fed = coterie.Federation.from_table(tmp_path / "table.csv", client="site", target="sick")
+    method = coterie.algorithms.make("hierarchical", grouping="one", effects="intercept")
+    run = coterie.fit(fed, method, rounds=20, evaluate_every=0, refit=refit, out=tmp_path / "run")
+    same = coterie.load(tmp_path / "run")
+    assert same.tests() == pytest.approx(run.tests(), rel=1e-6) and same.tests()["clients differ"] < 0.5
+    assert same.effects().equals(run.effects())
+    assert same.variances().equals(run.variances())
+    found = same.intervals(0.9).predict(tmp_path / "table.csv")
+    assert (found["lower"] < found["probability_yes"]).all()
+    assert (found["probability_yes"] < found["upper"]).all()

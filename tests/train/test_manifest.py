@@ -21,15 +21,24 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, write_table: WriteTable) -> Path:
-    """A run, a run of `auto` and a comparison."""
+    """A table and a run."""
     folder = tmp_path_factory.mktemp("made")
     table = write_table(folder / "table.csv", "binary")
     fed = coterie.Federation.from_table(table, "site", "y", drop=["region"])
     coterie.fit(fed, "ditto", rounds=2, out=folder / "run")
-    coterie.fit(fed, "auto", rounds=3, out=folder / "auto")
-    few = {"seeds": 1, "rounds": 2, "budget": 1, "algorithms": []}
-    coterie.compare(table, "site", "y", out=folder / "all", **few)
     return folder
+
+
+def make(folder: Path, name: str) -> Path:
+    """A folder of this kind beside the table: the run, a run of `auto`, or a comparison."""
+    table = folder / "table.csv"
+    if name == "auto":
+        fed = coterie.Federation.from_table(table, "site", "y", drop=["region"])
+        coterie.fit(fed, "auto", rounds=3, out=folder / "auto")
+    elif name == "all":
+        few = {"seeds": 1, "rounds": 2, "budget": 1, "algorithms": []}
+        coterie.compare(table, "site", "y", out=folder / "all", **few)
+    return folder / name
 
 
 def read(folder: Path, file: str) -> None:
@@ -41,13 +50,15 @@ def read(folder: Path, file: str) -> None:
         from coterie.train.save import load_state
 
         load_state(folder)
+    elif file == "models/scored.safetensors":
+        coterie.load(folder)
     else:
         write_report([folder], folder.parent / "report.html")
 
 
-@pytest.mark.parametrize("name", ["run", "auto", "all"])
+@pytest.mark.parametrize("name", ["run", pytest.param("auto", marks=pytest.mark.slow), "all"])
 def test_every_file_is_listed_and_checked(made: Path, name: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / name, tmp_path / name))
+    folder = Path(shutil.copytree(make(made, name), tmp_path / name))
     listed = json.loads((folder / "manifest.json").read_text())["sha256"]
     inside = folder.glob("models/*") if name != "all" else ()
     there = {path.relative_to(folder).as_posix() for path in (*folder.glob("*"), *inside) if path.is_file()}

@@ -48,6 +48,7 @@ def test_any_sizes_are_fitted(method: str) -> None:
         assert coterie.fit(fed, method, rounds=2).personal.isfinite().all(), (sizes, kind, split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(3, 1), (5, 2), (1, 5, 40), (3, 3, 3, 2), (30, 5, 30, 2)])
 def test_any_sizes_are_compared_and_advised(sizes: tuple[int, ...]) -> None:
     rows = table(sizes, "regression")

@@ -63,6 +63,21 @@ def test_tensorboard_reads_the_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_place_that_mlflow_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of files, which older versions wrote, for one."""
+    mlflow = pytest.importorskip("mlflow")
+    refused = mlflow.exceptions.MlflowException("no longer")
+
+    def refuse(name: str) -> None:
+        raise refused
+
+    monkeypatch.setattr(mlflow, "set_experiment", refuse)
+    with pytest.raises(SettingError, match=r"MLflow cannot write to .*MLFLOW_TRACKING_URI.*no longer"):
+        fit(federation(), "fedavg", 1, tmp_path / "run", track="mlflow")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_mlflow_has_parameters_metrics_and_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

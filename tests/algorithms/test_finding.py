@@ -1,0 +1,163 @@
+"""Clusters that nobody named, found from sums over rows of linear models: what clients send and who is where."""
+
+import numpy as np
+import pytest
+import torch
+
+from coterie import Federation, fit, models
+from coterie.algorithms import make
+from coterie.algorithms.finding import FOLDS, sends_sums
+from coterie.algorithms.head_sums import WIDTH
+
+RNG = np.random.default_rng(3)
+D, SIZES = 3, (3, 4, 9, 30, 12, 25)
+CENTRES = np.array([[2.0, 0, 0], [-2.0, 1, 1]])
+XS = [RNG.normal(size=(n, D)) for n in SIZES]
+YS = [x @ CENTRES[k % 2] + 0.3 * RNG.normal(size=len(x)) for k, x in enumerate(XS)]
+
+
+def world(model=None, **options):
+    return Federation.from_arrays(XS, YS, model or models.linear(), clusters=[0, 1] * 3, **options)
+
+
+def told(fed, name="pfl-tc"):
+    r = fed.map(make(name).sum_folds, x=fed.initial_model())
+    return r["hessians"].view(fed.n, FOLDS, fed.d, fed.d), r["slopes"].view(fed.n, FOLDS, fed.d)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.7])
+def test_sums_of_folds_add_up_to_those_of_all_rows(l2):
+    hessians, slopes = told(world(models.linear(l2=l2)))
+    for i, (x, y) in enumerate(zip(XS, YS, strict=True)):
+        np.testing.assert_allclose(hessians[i].sum(0), x.T @ x, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(slopes[i].sum(0), x.T @ y, rtol=1e-9, atol=1e-9)
+        rows = torch.linalg.matrix_rank(hessians[i])
+        used = [int(rank) for rank in rows if rank]
+        assert len(used) == max(1, min(FOLDS, len(y) // 2)) and min(used) >= 2, "a fold of one row shows it"
+
+
+def test_the_quadratic_of_a_logistic_model_has_its_slope_and_curvature_at_the_fit():
+    ys = [(y > 0).astype(float) for y in YS]
+    fed = Federation.from_arrays(XS, ys, models.logistic(l2=0.1))
+    hessians, slopes = told(fed)
+    lr, w = 0.1, torch.zeros(6, D, dtype=torch.float64)
+    fits = fit(fed, make("local", lr=lr, steps=50, batch=0), rounds=40, evaluate_every=0).personal
+    for i, (x, y) in enumerate(zip(XS, ys, strict=True)):
+        w = fits[i].numpy()
+        likely = 1 / (1 + np.exp(-x @ w))
+        curve = (x * (likely * (1 - likely))[:, None]).T @ x
+        np.testing.assert_allclose(hessians[i].sum(0), curve, rtol=0.05, atol=0.02 * len(y))
+        grad = hessians[i].sum(0).numpy() @ w - slopes[i].sum(0).numpy()
+        np.testing.assert_allclose(grad, x.T @ (likely - y), atol=0.05 * len(y))
+
+
+@pytest.mark.parametrize("name", ["pfl-tc", "ifca", "cobo"])
+def test_ragged_clients_find_their_cluster_without_being_told(name):
+    run = fit(world(), make(name, batch=0), rounds=30)
+    assert run.history.at(30, "server", "ari").item() == 1.0
+    pooled = [
+        np.linalg.lstsq(np.concatenate(XS[k::2]), np.concatenate(YS[k::2]), rcond=None)[0] for k in (0, 1)
+    ]
+    tolerance = 0.15 if name == "pfl-tc" else 0.05  # its centres limit the weight of those with most rows
+    np.testing.assert_allclose(run.personal, np.stack(pooled * 3), atol=tolerance)
+    assert run.fed.ledger.total("messages_up", phase="sum_folds") == 6
+
+
+def test_who_has_few_sums_and_who_has_not():
+    assert sends_sums(world())
+    assert not sends_sums(world(models.mlp(hidden=(4,))))
+    wide = Federation.from_arrays([np.ones((2, 65))] * 2, [np.ones(2)] * 2, models.linear())
+    assert not sends_sums(wide)
+
+
+@pytest.mark.parametrize("name", ["pfl-tc", "ifca", "cobo"])
+@pytest.mark.parametrize("lie", ["sign-flip", "large", "random", "nan"])
+def test_one_liar_harms_nobody(name, lie):
+    xs, ys = XS[2:] * 2, YS[2:] * 2
+    fed = Federation.from_arrays(xs, ys, models.linear(), byzantine={3: lie}, clusters=[0, 1] * 4)
+    run = fit(fed, make(name, batch=0), rounds=30, evaluate_every=0)
+    honest = [k for k in range(8) if k != 3]
+    truth = np.stack([CENTRES[k % 2] for k in honest])
+    assert np.linalg.norm(run.personal[honest].numpy() - truth, axis=1).max() < 0.5
+
+
+def test_cobo_is_pulled_less_where_clients_differ_and_more_where_they_have_few_rows():
+    """Thirty clients that vary as much as their fits do: better off pulled than alone or with one model."""
+    rng = np.random.default_rng(0)
+    truth = 1 + 0.08 * rng.normal(size=(30, D))
+    xs = [rng.normal(size=(40, D)) for _ in truth]
+    ys = [x @ own + 0.5 * rng.normal(size=40) for x, own in zip(xs, truth, strict=True)]
+    errors = {}
+    for name in ("local", "fedavg", "cobo"):
+        run = fit(Federation.from_arrays(xs, ys, models.linear()), make(name), rounds=40, evaluate_every=0)
+        errors[name] = np.linalg.norm(run.personal.numpy() - truth, axis=1).mean()
+    weights = run.state.weights[~torch.eye(30, dtype=torch.bool)]
+    assert 0 < weights.min() == weights.max() < 1
+    assert errors["cobo"] < 0.9 * min(errors["local"], errors["fedavg"])
+    alike = fit(world(), make("cobo"), rounds=5).state
+    assert set(alike.weights.unique().tolist()) == {0.0, 1.0}
+    assert "final" in alike and alike.lightness[0] > alike.lightness[3]
+
+
+def test_cobo_looks_again_where_somebody_did_not_answer_at_first():
+    run = fit(world(byzantine={0: "nan"}), make("cobo"), rounds=3)
+    assert "final" not in run.state
+    every = fit(world(), make("cobo", start_links="all"), rounds=3)
+    assert "final" not in every.state and every.fed.ledger.total("messages_up", phase="probe") > 0
+
+
+def renamed(seed, count, rows=40, classes=4, named=True):
+    """Clients whose classes are blobs; every second one has other names for them."""
+    rng = np.random.default_rng(seed)
+    blobs, names = 1.5 * rng.normal(size=(classes, 6)), (np.arange(classes), np.roll(np.arange(classes), 1))
+    xs, ys = [], []
+    for k in range(count):
+        kind = rng.integers(classes, size=rows)
+        xs.append((blobs[kind] + rng.normal(size=(rows, 6))).astype(np.float32))
+        ys.append(names[k % 2 if named else 0][kind])
+    model = models.mlp(hidden=(24,))
+    return Federation.from_arrays(
+        xs, ys, model, clusters=[k % 2 if named else 0 for k in range(count)], seed=seed
+    )
+
+
+def test_sums_of_heads_are_those_of_least_squares_on_the_untrained_features():
+    fed, cobo = renamed(0, 3), make("cobo")
+    r = fed.map(cobo.sum_head, x=fed.initial_model())
+    width = WIDTH + 1
+    hessians, slopes = r["hessians"].view(3, FOLDS, width, width), r["slopes"].view(3, FOLDS, width, 4)
+    count = hessians.sum(1)[:, -1, -1]  # of the intercept
+    np.testing.assert_allclose(count, [40.0] * 3, rtol=1e-5)
+    np.testing.assert_allclose(slopes.sum(1)[:, -1].sum(-1), [40.0] * 3, rtol=1e-5)
+    assert (torch.linalg.eigvalsh(hessians.double()) > -1e-3).all()
+    up = cobo.traffic_of(fed.model)["sum_head"][1]
+    assert r["hessians"].shape[1] + r["slopes"].shape[1] == up
+
+
+def test_other_names_for_classes_are_seen_before_anybody_trains():
+    for seed in range(4):
+        fed = renamed(seed, 10)
+        state = make("cobo").start(fed)
+        same = fed.clusters.unsqueeze(1) == fed.clusters
+        torch.testing.assert_close(state.weights, (same & ~torch.eye(10, dtype=torch.bool)).float())
+        assert "final" not in state
+        alike = make("cobo").start(renamed(seed, 10, named=False)).weights
+        assert alike.sum() == 90
+    assert make("cobo", start_links="all").start(fed).weights.sum() == 90
+    assert make("cobo").start(renamed(0, 10, rows=12)).weights.sum() == 90  # too few rows to tell
+
+
+def test_a_liar_has_no_first_links():
+    for lie in ("sign-flip", "large", "random"):
+        fed = renamed(0, 10).fresh(byzantine={3: lie})
+        weights = make("cobo").start(fed).weights
+        assert weights[3].sum() == 0 and weights[0].sum() == 4
+
+
+@pytest.mark.parametrize(("name", "setting"), [("oracle", "clusters"), ("hierarchical", "grouping")])
+def test_methods_for_known_clusters_run_on_those_that_are_found(name, setting):
+    told = fit(world(), make(name), rounds=20, evaluate_every=0)
+    unknown = Federation.from_arrays(XS, YS, models.linear())
+    found = fit(unknown, make(name, **{setting: "found"}), rounds=20, evaluate_every=0)
+    assert found.state.found_clusters.tolist() == [0, 1] * 3
+    torch.testing.assert_close(found.personal, told.personal, rtol=1e-3, atol=1e-3)
