@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fine-tuned": {"lr": 0.01, "tuning_lr": 0.1},
     "fomaml": {"lr": 0.03, "inner_lr": 0.1, "tuning_steps": 5},
     "ftfa": {"lr": 0.01, "tuning_lr": 0.1},
+    "gpfl": {"lr": 0.01},
     "hetlora": {"lr": 0.03},
     "ifca": {"lr": 0.03, "clusters": 4, "restarts": 5},
     "l2sgd": {"lr": 0.03, "lam": 0.3},
@@ -78,6 +79,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "fedproto": {},
     "fedsa-lora": {"adapters": 4},
     "ffa-lora": {"adapters": 4},
+    "gpfl": {"valve": True},
     "hetlora": {"adapters": 4},
     "knn-per": {},
 }  # options of the perceptron with 16 hidden units that these methods train
