@@ -117,7 +117,8 @@ def test_a_server_that_was_taken_over_gets_no_row_and_no_personal_model(live: Li
     live.write_table("n7", secret)
     Policy.strict(secret, Roles("who", "y", drop=("ssn", "note", "group"))).write(place / "policy.toml")
     live.start_node("n7")
-    job, app = live.folder.path / "jobs" / "takeover", live.folder.path / "server" / "hostile-app"
+    job = keys.private_folder(live.folder.path / "jobs" / "takeover")
+    app = live.folder.path / "server" / "hostile-app"
     messages = attacks(secrets.token_hex(8))
     files.write_json(job / "messages.json", {"node": "n7", "messages": messages, "d": 2})
     bundle = (live.folder.path / "server" / "app" / "pyproject.toml").read_text()

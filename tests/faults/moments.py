@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,11 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie._core import manifest
+from coterie._core.errors import RunError
 from tests.faults.traced import Process
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0  # seconds for any one command
 TIMES = ("seconds", "time", "at")  # keys of JSON files that hold times
+REPORT = "report.html"  # a page beside the files from which it is made
+DURATION = re.compile(rb'(?<=class="seconds">)[\d.]+|[\d.]+ (?:seconds|minutes|hours)')  # in a page
 PARTIAL = (".tmp", ".part")  # names of what is not complete yet
 TINY = """
 import sys, pathlib
@@ -51,7 +56,7 @@ class Subject:
     resumes : bool
         Whether `coterie resume` goes on with it; otherwise the same command is given again.
     whole : bool
-        Whether what it makes appears complete or not at all.
+        Whether what it makes appears complete or not at all, but for a page that `coterie report` can write later.
     """
 
     name: str
@@ -201,6 +206,10 @@ class Trial:
         if code not in (0, -signal.SIGKILL):
             raise Fault(f"{when}: exit code {code} before it was killed")
         if self.subject.whole and place.exists():
+            if REPORT in self.expected and not (place / REPORT).exists():
+                self._finish(
+                    Process(["report", str(place)], self.folder / "said"), f"{when}: `coterie report`"
+                )
             self._compare(place, f"{when}: it is half-written: ")
         words = self.subject.words(place)
         if self.subject.resumes and (place / "config.toml").exists():
@@ -222,7 +231,7 @@ class Trial:
 
 
 def contents(place: Path) -> dict[str, Any]:
-    """Return the files of a folder, or a file, with the times left out that JSON files have."""
+    """Return the files of a folder, or a file, with the times left out that JSON files and pages have."""
     paths = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
     return {_key(str(path.relative_to(place))): _content(path) for path in paths}
 
@@ -232,9 +241,15 @@ def _key(name: str) -> str:
 
 
 def _content(path: Path) -> Any:
+    try:
+        manifest.check(path)
+    except RunError as problem:
+        raise Fault(str(problem)) from None
+    if path.name == manifest.MANIFEST:  # hashes of files that hold times
+        return sorted(json.loads(path.read_text(encoding="utf-8"))["sha256"])
     if path.suffix == ".json":
         return _timeless(json.loads(path.read_text(encoding="utf-8")))
-    return path.read_bytes()
+    return DURATION.sub(b"", path.read_bytes()) if path.suffix == ".html" else path.read_bytes()
 
 
 def _timeless(value: Any) -> Any:
