@@ -120,7 +120,7 @@ def test_q3_a_pair_at_its_own_optima_is_cut_after_so_many_looks(gamma, a, apart,
     while state.weights[0, 1] > 0:
         looks += 1
         fed.enter_round(looks, state)
-        state = state.replace(weights=algorithm.refreshed(fed, state, looks, None)[0])
+        state = algorithm.at_midpoints(fed, state, looks, None)
     assert looks == count == refreshes_until_cut(gamma, a, apart)
 
 

@@ -19,7 +19,7 @@ def scheduled(here, **settings):
         def present(self, fed, t):
             return torch.tensor(here(t))
 
-    return Scheduled(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0, **settings)
+    return Scheduled(lr=0.05, rho=0.5, gamma=0.05, **{**PRINTED, "sampling": "all"}, batch=0, **settings)
 
 
 def test_a_newcomer_starts_from_its_collaborators_weighted():
@@ -62,6 +62,8 @@ def test_the_model_of_an_absent_client_pulls_for_as_long_as_patience_says():
 def test_a_third_of_the_clients_a_round_still_finds_the_clusters():
     fed = bowls((5, 5), seed=4)
     *_, last = trajectory(
-        fed, CoBo(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, participation=0.3, batch=0), 1800
+        fed,
+        CoBo(lr=0.05, rho=0.5, gamma=0.05, **{**PRINTED, "sampling": "all"}, participation=0.3, batch=0),
+        1800,
     )
     assert torch.equal(last.weights, block_weights(fed)) and error(fed, last.models) < 1e-12

@@ -17,7 +17,7 @@ def trained(**options):
     fed = bowls((2, 3, 2), d=3)
     return fit(
         fed,
-        CoBo(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0),
+        CoBo(lr=0.05, rho=0.5, gamma=0.05, **{**PRINTED, "sampling": "all"}, batch=0),
         40,
         evaluate_every=10,
         **options,
