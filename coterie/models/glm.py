@@ -502,8 +502,14 @@ def softmax(
 
 
 def gram_eigenvalues(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the eigenvalues, ascending, of the smaller of X'DX [..., d] and DXX'D [..., B], in float64."""
+    """Return the eigenvalues, ascending, of the smaller of X'DX [..., d] and DXX'D [..., B], in float64.
+
+    Those that float64 cannot hold are infinite.
+    """
     rooted = x.double() * weight.double().sqrt().unsqueeze(-1)
+    power = torch.frexp(
+        rooted.abs().amax((-2, -1), keepdim=True)
+    ).exponent  # products of numbers up to 1 are finite
+    rooted = torch.ldexp(rooted, -power)
     small = rooted.mT @ rooted if x.shape[-1] <= x.shape[-2] else rooted @ rooted.mT
-    values: Tensor = torch.linalg.eigvalsh(small)
-    return values
+    return torch.ldexp(torch.ldexp(torch.linalg.eigvalsh(small), power.squeeze(-1)), power.squeeze(-1))

@@ -49,7 +49,8 @@ def largest_curvature(fed: Federation) -> float:
     """Return the largest smoothness constant among the clients, who send one number each."""
     trial = fed.fresh(dropout=0.0, byzantine={})
     trial.enter_round(0, None)
-    return float(trial.map(Curvature().measure).values.max())
+    replies = trial.map(Curvature().measure)
+    return float(replies.values.max()) if len(replies) == fed.n else math.inf
 
 
 def diverged_clients(fed: Federation, loss: Tensor) -> Tensor:
@@ -112,6 +113,8 @@ def _remedy(fed: Federation, algorithm: Algorithm) -> str:
         return usual
     try:
         curvature = largest_curvature(fed)
+        if not math.isfinite(curvature):
+            return usual
         allowed = algorithm.allowed_steps(fed, curvature)
     except CoterieError:
         return usual

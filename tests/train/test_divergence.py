@@ -56,6 +56,13 @@ def test_the_curvature_is_the_largest_eigenvalue() -> None:
     assert largest_curvature(fed) == pytest.approx(expected)
 
 
+def test_features_whose_squares_are_infinite_end_with_a_remedy() -> None:
+    fed = federation(scale=1e200, clients=1)
+    assert largest_curvature(fed) == float("inf")
+    with pytest.raises(Diverged, match="rescale the columns"):
+        coterie.fit(fed, make("local", lr=0.1), rounds=2)
+
+
 def test_one_client_in_other_units_does_not_end_the_run_of_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
