@@ -100,7 +100,7 @@ def test_a_node_with_an_expired_or_foreign_certificate_says_so_and_ends(
     keys.make_node_key(tmp_path / "n0", "n0")
     public = keys.load_node_key(tmp_path / "n0" / "node.key")[1]
     keys.certify(tmp_path / authority, public, "n0", tmp_path / "n0", days=days)
-    link = Link("127.0.0.1:9", tmp_path / "n0" / "node.key", tmp_path / "ca" / "ca.crt", lambda text: None)
+    link = Link("127.0.0.1:9", tmp_path / "n0" / "node.key", tmp_path / "ca" / "ca.crt", pytest.fail)
     with pytest.raises(SettingError, match=rf"node\.crt {says}.*join .*--renew"):
         link.serve(lambda message: message)
 

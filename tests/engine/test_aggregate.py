@@ -12,6 +12,9 @@ from coterie._core.errors import Diverged, SettingError
 from coterie.algorithms import make
 from coterie.engine.aggregate import ON_NODES, PLAIN, Aggregate
 from coterie.engine.replies import Replies
+from coterie.report.tables import run_notes
+from coterie.train.fit import resume
+from coterie.train.load import load
 
 G = torch.Generator().manual_seed(3)
 VALUES = torch.randn(9, 4, dtype=torch.float64, generator=G)
@@ -175,3 +178,21 @@ def test_a_run_with_a_liar(name, tmp_path):
         plain = fit(liar, method, rounds=20, evaluate_every=0)
         assert float((plain.personal - honest)[others].abs().max()) > 10
     assert robust.fed.aggregate == Aggregate.parse("median")
+
+
+def test_who_was_shortened_is_known_after_a_resume_and_in_the_folder(tmp_path):
+    def stop(done, rounds):
+        if done == 6:
+            raise KeyboardInterrupt
+
+    def world():
+        return federation(byzantine={3: "sign-flip:40"})
+
+    method, options = make("fedavg"), {"evaluate_every": 0, "aggregate": "screen,cap"}
+    whole = fit(world(), method, rounds=10, **options)
+    assert {name for _, name, _ in whole.shortened} == {whole.fed.names[3]}
+    with pytest.raises(KeyboardInterrupt):
+        fit(world(), method, rounds=10, out=tmp_path / "run", checkpoint_every=2, watch=stop, **options)
+    again = resume(tmp_path / "run", world())
+    assert again.shortened == whole.shortened == load(tmp_path / "run").shortened
+    assert any(whole.fed.names[3] in note and "too far" in note for note in run_notes(again))
