@@ -1,12 +1,14 @@
 """How many nodes and rounds a federation on one machine holds: seconds a round, and megabytes of every process.
 
     python -m benchmarks.federation nodes --nodes 200 --rounds 10
+    python -m benchmarks.federation forks --nodes 20
     python -m benchmarks.federation rounds --rounds 10000 --nodes 3
     python -m benchmarks.federation rounds --rounds 10000 --in-process
 
 `nodes` starts a server and so many nodes, each a process of its own that runs what `coterie federate node` runs, with a
 key, a certificate, a policy, a table, an audit log and state of its own. They are forks of a process that has imported
-everything, so that they share the pages of Python and torch; shared pages are counted once (`Pss`). `rounds` starts a
+everything, so that they share the pages of Python and torch; shared pages are counted once (`Pss`). `forks` has no
+server: such nodes read their tables and wait, which takes seconds. `rounds` starts a
 server and such nodes, but no forks, and shows what each process has allocated as rounds go by; `--in-process` has the
 job and three nodes in one process and no SuperLink, so that a round takes milliseconds.
 """
@@ -166,6 +168,36 @@ def nodes(count: int, rounds: int) -> dict[str, Any]:
             }
 
 
+def forks(count: int) -> dict[str, Any]:
+    """Measure forked nodes that have read their tables and wait, without a server."""
+    load_flower()
+    alone = megabytes(os.getpid())
+    gc.collect()
+    gc.freeze()
+    ready, told = os.pipe()
+    children = []
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(count):
+            children.append(os.fork())
+            if children[-1] == 0:
+                rows, place = table(k), Path(folder) / f"n{k}"
+                NodeService(rows, place, f"n{k}", policy=Policy.strict(rows, ROLES, **OPEN)).check()
+                os.write(told, b".")
+                signal.pause()
+        heard = 0
+        while heard < count:
+            heard += len(os.read(ready, count))
+        whole = megabytes(os.getpid())
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return {
+        "nodes": count,
+        "MB of the parent": round(alone),
+        "MB more for each node": round((whole - alone) / count, 1),
+    }
+
+
 def long_run(count: int, rounds: int, every: int, limit: float) -> list[dict[str, Any]]:
     """Measure memory by round, over a real SuperLink; a time limit in seconds stops it early."""
     seen: list[dict[str, Any]] = []
@@ -231,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("nodes", "rounds", "hold"))
+    parser.add_argument("what", choices=("nodes", "forks", "rounds", "hold"))
     parser.add_argument("--nodes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--every", type=int, default=500, help="rounds between two looks at memory")
@@ -245,6 +277,8 @@ def main() -> None:
     found: Any
     if asked.what == "nodes":
         found = nodes(asked.nodes, asked.rounds)
+    elif asked.what == "forks":
+        found = forks(asked.nodes)
     elif asked.in_process:
         found = in_process(asked.rounds, asked.every)
     else:

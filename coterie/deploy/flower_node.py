@@ -84,7 +84,10 @@ class Link:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Fleet]:
         key, public = keys.load_node_key(self.key)
-        tls = None if self.authority is None else keys.tls_context(self.authority, self.key)
+        tls = None
+        if self.authority is not None:
+            keys.require_valid(self.key.with_name(keys.CERTIFICATE), self.authority)
+            tls = keys.tls_context(self.authority, self.key)
         try:
             version = private.RuntimeVersionHttpInterceptor(component_name="SuperNode")
             client = private.FleetHttpClient(

@@ -29,7 +29,7 @@ from coterie.engine.from_table import SPLIT
 from coterie.engine.from_texts import SPLIT as TEXTS
 from coterie.models.description import description
 from coterie.models.installed import install
-from coterie.report.tables import run_notes, run_summary, run_table
+from coterie.report.tables import run_notes, run_summary, run_table, screened
 from coterie.train.fit import fit, resume
 from coterie.train.private import IN_PLAN, from_plan
 
@@ -251,6 +251,8 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if len(done) < len(plan.nodes):
         away = sorted(set(plan.nodes) - set(done))
         reporter.note(f"{', '.join(away)} was away at the end of the run and has no models of it")
+    if screened(run):
+        reporter.note(screened(run))
     _summarise(job, run)
     _done(reporter, done)
 

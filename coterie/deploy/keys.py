@@ -185,6 +185,28 @@ def days_left(certificate: Path) -> float:
     return (found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
 
 
+def require_valid(certificate: Path, authority: Path) -> None:
+    """Raise `SettingError` if a node's certificate has expired or is of another authority than that of the federation.
+
+    The server refuses such a certificate, too, but closes the connection without saying why.
+    """
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    if not certificate.exists():  # the server says so where it needs one
+        return
+    remedy = f"Renew it: coterie federate join {certificate.parent} --renew"
+    if days_left(certificate) < 0:
+        raise SettingError(f"{certificate} has expired. {remedy}")
+    try:
+        issuer = x509.load_pem_x509_certificate(authority.read_bytes())
+        x509.load_pem_x509_certificate(certificate.read_bytes()).verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        raise SettingError(
+            f"{certificate} was not issued by the authority of {authority}: they are of two federations. {remedy}"
+        ) from None
+
+
 def expiry_warning(certificate: Path, remedy: str) -> str | None:
     """Return a warning if a certificate expires within a month, or None."""
     days = days_left(certificate)

@@ -1,7 +1,7 @@
 """Robust aggregation: means that a few wrong or malicious clients cannot move far.
 
 Every mean that an algorithm takes with `replies.mean()` follows the federation's rule. The plain mean is the default
-for clients in this process; nodes elsewhere are screened and their weights capped (`ON_NODES`).
+for clients in this process; steps of nodes elsewhere are screened and their weights capped (`ON_NODES`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor
 from coterie._core.errors import SettingError, nearest
 from coterie.models.fast.lazy_models import materialize
 
-ENOUGH = 5  # replies below which nobody can tell who is wrong; one less where they are wide
-WIDE = 3  # numbers in a reply from which on honest replies are about equally far from each other
-CLOSER = 0.4  # of `screen`, for wide replies
-PAIRS = 32  # replies whose distances from each other are all looked at
+ENOUGH = 4  # replies below which nobody can tell who is wrong; one more for replies of one or two numbers
+WIDE = 8  # numbers in a reply from which on steps of honest clients are about equally long
+ABSURD = 100.0  # times the median step: such a reply is left out
 ITERATIONS = 100  # of the geometric median at most
 TINY = 1e-12
 BLOCK = 1 << 16  # columns sorted at once
@@ -28,27 +27,28 @@ BLOCK = 1 << 16  # columns sorted at once
 
 @dataclass(frozen=True)
 class Aggregate:
-    """How answers of clients become one: weights are capped, outliers left out, then a rule takes the centre.
+    """How answers of clients become one: weights are capped, long steps shortened, then a rule takes the centre.
 
-    Distances are from the coordinate-wise median of the replies. `clip` takes their median as unit, `screen` the median
-    distance between two replies: of five honest replies of one number it leaves one out in 0.25 % of all cases, with
-    the distance from the median it would be 8 %. Replies of three numbers or more are about equally far from each
-    other, so that 0.4 of `screen` is enough for them, and four replies: one of four honest ones is left out in 0.1 %
-    of all cases.
+    A step is the difference between a reply and what the client was sent. A reply whose step is too long moves the mean
+    no farther than a typical one: its step becomes as long as the median step and its weight at most the median weight.
+    So a liar has the influence of one honest client, and an honest client that is different keeps its direction. A
+    client with fewer rows than the median may take a longer step, in proportion: it moves the mean no farther.
 
     Parameters
     ----------
     rule
         'mean'; 'clip' (replies farther away than `strength` are drawn in to it, then averaged, after Karimireddy, He,
-        Jaggi, ICML 2021); 'median' (coordinate-wise, Yin et al., ICML 2018); 'trimmed' (mean without the share
-        `strength` of the weight at each end of each coordinate); 'geometric-median' (Pillutla et al. 2022).
+        Jaggi, ICML 2021; distances are from the coordinate-wise median of the replies, in units of their median);
+        'median' (coordinate-wise, Yin et al., ICML 2018); 'trimmed' (mean without the share `strength` of the weight
+        at each end of each coordinate); 'geometric-median' (Pillutla et al. 2022).
     strength
         Radius of 'clip' or share of 'trimmed'; None takes 2 and 0.2.
     cap
         Largest weight of a client in units of the median weight; infinite: no limit.
     screen
-        Replies farther away than this are left out, of three numbers or more those farther away than 0.4 of it;
-        infinite: none.
+        Longest step that is left as it is, in units of the median step; 8 / d times as long for replies of d < 8
+        numbers, whose lengths differ by chance. Steps more than 100 times as long as the median are left out.
+        Fewer than four replies (five of one or two numbers) are not screened. Infinite: no limit.
 
     Examples
     --------
@@ -125,31 +125,58 @@ class Aggregate:
             return weights
         return weights.minimum(self.cap * weights.median())
 
-    def outliers(self, values: Tensor) -> Tensor:
-        """Return which of the replies [k, d] are farther away than `screen` allows, [k]."""
-        wide = values[:1].numel() >= WIDE
-        if math.isinf(self.screen) or len(values) < ENOUGH - wide:
-            return torch.zeros(len(values), dtype=torch.bool, device=values.device)
-        away = _distances(values, _middle(values))
-        apart = torch.pdist(values.double()) if len(values) <= PAIRS else math.sqrt(2) * away
-        limit = self.screen * (CLOSER if wide else 1.0)
-        return away > limit * apart.median().clamp(min=TINY)
+    def steps(self, values: Tensor, weights: Tensor, origin: Tensor | None = None) -> Tensor:
+        """Return how long the step of each reply is in units of the median step, [k].
 
-    def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
+        Steps of clients that weigh less than the median count in proportion to their weight. All are 0 where nobody can
+        tell who is wrong: too few replies, or nobody moved.
+        """
+        lengths: Tensor = torch.linalg.vector_norm(values if origin is None else values - origin, dim=1)
+        moved = lengths[lengths > 0]
+        if len(values) < ENOUGH + (values.shape[1] < 3) or not len(moved):
+            return torch.zeros_like(lengths)
+        light = weights.squeeze(1) / weights.median().clamp(min=TINY)
+        return lengths / moved.median() * light.clamp(max=1).to(lengths.dtype)
+
+    def __call__(self, values: Tensor, weights: Tensor, origin: Tensor | None = None) -> Tensor:
         """Return one vector [d] for replies [k, d] with weights [k, 1]."""
-        return self.combine(values, weights)[0]
+        return self.combine(values, weights, origin)[0]
 
-    def combine(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one vector [d] for replies [k, d] with weights [k, 1], and which of them were left out, [k]."""
+    def combine(
+        self, values: Tensor, weights: Tensor, origin: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return one vector [d] for replies [k, d], and which of them were left out and which shortened, [k] each.
+
+        Parameters
+        ----------
+        values
+            The replies, [k, d].
+        weights
+            Their weights, [k, 1].
+        origin
+            What the clients were sent, [k, d]; None: zero.
+        """
         values, weights = materialize(values), self.weights(weights).to(values.dtype)
-        far = self.outliers(values)
-        if far.any():
-            values, weights = values[~far], weights[~far]
-        return RULES[self.rule](values, weights, float(self.strength or 0.0)), far
+        if math.isinf(self.screen):
+            nobody = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+            return RULES[self.rule](values, weights, float(self.strength or 0.0)), nobody, nobody
+        steps, limit = (
+            self.steps(values, weights, origin),
+            self.screen * max(1.0, WIDE / max(values.shape[1], 1)),
+        )
+        absurd = steps > max(ABSURD, limit)
+        long = (steps > limit) & ~absurd
+        if long.any():
+            base = values.new_zeros(()) if origin is None else origin
+            values = torch.where(long.unsqueeze(1), base + (values - base) / steps.unsqueeze(1), values)
+            weights = torch.where(long.unsqueeze(1), weights.minimum(weights.median()), weights)
+        if absurd.any():
+            values, weights = values[~absurd], weights[~absurd]
+        return RULES[self.rule](values, weights, float(self.strength or 0.0)), absurd, long
 
 
 def _mean(values: Tensor, weights: Tensor, strength: float) -> Tensor:
-    return ((weights / weights.sum()).t() @ values).squeeze(0)
+    return (weights.t() @ values).div_(weights.sum()).squeeze(0)
 
 
 def _median(values: Tensor, weights: Tensor, strength: float = 0.0) -> Tensor:
@@ -216,7 +243,7 @@ RULES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "geometric-median": _geometric_median,
 }
 STRENGTH = {"clip": 2.0, "trimmed": 0.2}
-LIMITS = {"cap": 10.0, "screen": 10.0}
+LIMITS = {"cap": 10.0, "screen": 2.0}
 PLAIN = Aggregate()
 ON_NODES = Aggregate(cap=LIMITS["cap"], screen=LIMITS["screen"])
-"""The rule for nodes elsewhere, unless a run names another: the mean without outliers and huge weights."""
+"""The rule for nodes elsewhere, unless a run names another: the mean without long steps and huge weights."""

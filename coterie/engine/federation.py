@@ -27,7 +27,7 @@ from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, V
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
-from coterie.engine.sums import AwayReplies, Held, SummedReplies, Total
+from coterie.engine.sums import AwayReplies, Held, SummedReplies, Total, started_from
 from coterie.engine.sums import Clients as HeldBy
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
@@ -85,6 +85,7 @@ class Federation:
         self.everyone = torch.arange(self.n, device=device)
         self.ledger, self._draws = Ledger(), ServerDraws(seed)
         self.left_out: list[tuple[int, int, str]] = []  # round, client, reason
+        self.shortened: list[tuple[int, int, str]] = []  # round, client, phase
         self.begun = torch.zeros(self.n, dtype=torch.bool, device=device)
         self.round, self._calls, self._all_begun = 0, 0, False
         self._state: State | None = None
@@ -447,23 +448,33 @@ class Federation:
             rows = self.sizes[asked]
             place = HeldBy(named, asked, rows, replace(call, each=each), answer.good)
             held = PrivateHeld(place, self.privacy, self.noise)
+        origin = None if self.aggregate.plain else started_from(replace(call, each=each), len(asked))
         if answer.good is not None:
             self.left_out += [(self.round, int(k), f"{phase}: not finite") for k in asked[~answer.good]]
-            asked = asked[answer.good]
+            asked, origin = asked[answer.good], None if origin is None else origin[answer.good]
             if answer.away is None:
                 named = {name: value[answer.good] for name, value in named.items()}
         sizes = self.sizes if asked is self.everyone else self.sizes[asked]
         if held is not None:
             return self._summed(algorithm, phase, link, asked, sizes, held)
 
-        def note(far: Tensor) -> None:
+        def note(far: Tensor, long: Tensor) -> None:
             self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
+            self.shortened += [(self.round, int(k), phase) for k in long]
 
         if answer.away is not None:
             return AwayReplies(
-                asked, named, sizes, self.aggregate, note, held=answer.away, asks=phase, away=answer.away
+                asked,
+                named,
+                sizes,
+                self.aggregate,
+                note,
+                origin,
+                held=answer.away,
+                asks=phase,
+                away=answer.away,
             )
-        return Replies(asked, named, sizes, self.aggregate, note)
+        return Replies(asked, named, sizes, self.aggregate, note, origin)
 
     def _summed(
         self,

@@ -33,7 +33,9 @@ class Replies:
     aggregate
         How `mean` combines the replies; the plain weighted mean by default.
     note
-        Called with the clients whose replies are too far from the others to be averaged.
+        Called with the clients whose replies are left out of a mean, and with those whose steps are shortened in it.
+    origin
+        What the clients were sent and their replies are moved copies of, [k, ...]; None: zero.
 
     Examples
     --------
@@ -50,7 +52,8 @@ class Replies:
     named: dict[str, Any]
     weights: Tensor
     aggregate: Aggregate = PLAIN
-    note: Callable[[Tensor], None] = lambda ids: None
+    note: Callable[[Tensor, Tensor], None] = lambda far, long: None
+    origin: Tensor | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -111,7 +114,7 @@ class Replies:
         weights = weights.to(flat.dtype)
         if by is None:
             if not self.aggregate.plain:
-                return self._robust(flat, weights, self.ids).view(values.shape[1:])
+                return self._robust(flat, weights, slice(None)).view(values.shape[1:])
             return (weights.t() @ flat).div_(weights.sum()).view(values.shape[1:])
         labels = self._labels(by)
         count = len(default) if default is not None else int(labels.max()) + 1
@@ -122,10 +125,7 @@ class Replies:
             average = (share @ flat) / total.clamp(min=torch.finfo(total.dtype).tiny)
         else:
             average = torch.stack(
-                [
-                    self._robust(flat[own], weights[own], self.ids[own]) if own.any() else 0 * flat[0]
-                    for own in member
-                ]
+                [self._robust(flat[own], weights[own], own) if own.any() else 0 * flat[0] for own in member]
             )
         average = average.view(count, *values.shape[1:])
         if default is None:
@@ -170,11 +170,14 @@ class Replies:
         member = self._labels(by) == torch.arange(groups, device=self.ids.device).unsqueeze(-1)
         return member.sum(1, keepdim=True) if uniform else member.to(self.weights.dtype) @ self.weights
 
-    def _robust(self, values: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Return what the rule of the run makes of replies [k, d], and note whose were left out."""
-        combined, far = self.aggregate.combine(values, weights)
-        if far.any():
-            self.note(ids[far])
+    def _robust(self, values: Tensor, weights: Tensor, at: Tensor | slice) -> Tensor:
+        """Return what the rule of the run makes of replies [k, d] of the clients `at`, and note whom it changes."""
+        origin = None
+        if self.origin is not None and self.origin.numel() == len(self) * values.shape[1]:
+            origin = self.origin.reshape(len(self), -1)[at].to(values.dtype)
+        combined, far, long = self.aggregate.combine(values, weights, origin)
+        if (far | long).any():
+            self.note(self.ids[at][far], self.ids[at][long])
         return combined
 
     def _labels(self, by: Tensor | str) -> Tensor:

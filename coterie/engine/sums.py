@@ -268,18 +268,24 @@ class Clients:
 
     def origin(self, request: SumRequest) -> Tensor:
         """Return what each answer started from, [k, length]: zero unless the method declares it (`starts_from`)."""
-        values = self.values(request)
-        field_name = getattr(self.call.algorithm, "starts_from", {}).get(self.call.phase)
-        if field_name is None or request.name is None:
+        values, sent = self.values(request), started_from(self.call, len(self.ids))
+        if sent is None or request.name is None:
             return torch.zeros_like(values)
-        if field_name in self.call.each:
-            sent: Tensor = self.call.each[field_name]
-        else:
-            sent = self.call.shared[field_name]
-            if isinstance(request.groups, str):
-                return self.members(request).t() @ sent.reshape(request.count, -1).double()
-            sent = sent.expand(len(values), *sent.shape)
+        if isinstance(request.groups, str) and sent.numel() != values.numel():  # of several, the one it chose
+            return self.members(request).t() @ sent[0].reshape(request.count, -1).double()
         return sent.reshape(len(values), -1).double()
+
+
+def started_from(call: Call, count: int) -> Tensor | None:
+    """Return what `count` clients moved away from in their replies, [count, ...]; None if the method does not say."""
+    name = getattr(call.algorithm, "starts_from", {}).get(call.phase)
+    if name is None:
+        return None
+    if name in call.each:
+        sent: Tensor = call.each[name]
+        return sent
+    shared: Tensor = call.shared[name]
+    return shared.expand(count, *shared.shape)
 
 
 def plain_total(place: Clients, request: SumRequest) -> Total:

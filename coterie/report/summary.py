@@ -180,8 +180,13 @@ def _trouble(run: RunFacts) -> list[str]:
     left_out, lost = len(run.result["left_out"]), int(run.result["lost_rounds"])
     if left_out:
         texts.append(
-            f"{count(left_out, 'reply', 'replies')} of clients could not be used because they were not finite numbers; "
-            "a smaller step size may help."
+            f"{count(left_out, 'reply', 'replies')} of clients could not be used: missing, not finite numbers, or "
+            "too far from the others."
+        )
+    shortened = len(run.result.get("shortened", ()))
+    if shortened:
+        texts.append(
+            f"{count(shortened, 'reply', 'replies')} of clients would have moved a mean too far and were shortened."
         )
     if lost:
         texts.append(

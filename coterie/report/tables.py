@@ -118,6 +118,19 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def screened(run: Run) -> str:
+    """Say whose replies were shortened, or left out because they were too far from the others; empty if nobody's."""
+    long = [name for _, name, why in run.left_out if "too far" in why] + [
+        name for _, name, _ in run.shortened
+    ]
+    if not long:
+        return ""
+    return (
+        f"{some(dict.fromkeys(long))}: {len(long)} replies would have moved the mean too far. They were shortened to "
+        "the median step, or left out if more than 100 times as long."
+    )
+
+
 def run_notes(run: Run) -> list[str]:
     """Return notes on scores of training rows, replies that could not be used, lost rounds, and what was recorded."""
     notes = []
@@ -127,7 +140,7 @@ def run_notes(run: Run) -> list[str]:
             "on new rows."
         )
     wild = [(t, name) for t, name, why in run.left_out if "not finite" in why]
-    missed = [(t, name) for t, name, why in run.left_out if "not finite" not in why]
+    missed = [(t, name) for t, name, why in run.left_out if "not finite" not in why and "too far" not in why]
     if wild:
         notes.append(
             f"{len(wild)} replies, from round {wild[0][0]} on, were not finite and were left "
@@ -138,6 +151,8 @@ def run_notes(run: Run) -> list[str]:
             f"{len(missed)} replies, from round {missed[0][0]} on, did not come or could not be used "
             f"({some(dict.fromkeys(name for _, name in missed))})."
         )
+    if screened(run):
+        notes.append(screened(run))
     if run.refit != "none":
         rows = "all rows" if run.refit == "all" else "training and validation rows"
         notes.append(f"The models were trained again on {rows}; the scores are from before.")

@@ -239,6 +239,7 @@ def blended(fed: Federation, blend: Blend) -> Run:
         for entry, counts in part.fed.ledger.entries.items():
             whole.ledger.add(entry, (counts[0], counts[1], counts[2]), (counts[3], counts[4], counts[5]))
         whole.left_out += part.fed.left_out
+        whole.shortened += part.fed.shortened
     shares = zip(blend.parts, blend.shared.tolist(), strict=True)
     told = ", ".join(f"{share:.2f} {part.algorithm.name}" for part, share in shares)
     rounds = max(part.deployed_round for part in blend.parts)

@@ -102,6 +102,7 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
         "history": progress.history.index(),
         "ledger": [[*entry, *counts] for entry, counts in fed.ledger.entries.items()],
         "left_out": fed.left_out,
+        "shortened": fed.shortened,
         "privacy": private.state(fed),
         "decisions": fed.model.measured(),
         "best": [progress.best.round, progress.best.loss if progress.best.round >= 0 else None],
@@ -140,6 +141,7 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     fed.restore_begun(tensors["begun"])
     private.restore(fed, note.get("privacy"))
     fed.left_out = [(int(t), int(k), str(why)) for t, k, why in note["left_out"]]
+    fed.shortened = [(int(t), int(k), str(phase)) for t, k, phase in note.get("shortened", ())]
     for row in note["ledger"]:
         fed.ledger.entries[Entry(*row[:4])] = list(row[4:])
     best = Best()

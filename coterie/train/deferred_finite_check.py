@@ -50,12 +50,13 @@ def deferred_finite_check(fed: Federation, progress: Progress, go: Callable[[], 
 def _undo(fed: Federation, progress: Progress) -> Callable[[], None]:
     """Return a function that puts federation and progress back to where they are now."""
     t, state, lost = progress.round, progress.state, progress.lost_rounds
-    begun, left_out, put_back = fed.begun.clone(), len(fed.left_out), fed.runtime.hold()
+    begun, put_back = fed.begun.clone(), fed.runtime.hold()
+    left_out, shortened = len(fed.left_out), len(fed.shortened)
 
     def undo() -> None:
         progress.round, progress.state, progress.lost_rounds = t, state, lost
         fed.restore_begun(begun)
-        del fed.left_out[left_out:]
+        del fed.left_out[left_out:], fed.shortened[shortened:]
         put_back()
         fed.ledger.forget_after(t)
 

@@ -124,6 +124,7 @@ def _read(folder: RunFolder, model: Model | None) -> Run:
         fed.ledger.entries[entry] = [row[name] for name in COUNTS]
     place = {name: k for k, name in enumerate(roster.names)}
     fed.left_out = [(int(t), place[name], str(why)) for t, name, why in result["left_out"]]
+    fed.shortened = [(int(t), place[name], str(phase)) for t, name, phase in result.get("shortened", ())]
     traces, before = path / "traces.safetensors", path / "models" / SCORED
     seen = tuple(result.get("trained_on", ("train",)))
     further = [plan["metric"]] if "metric" in plan else []

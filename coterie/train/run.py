@@ -138,6 +138,11 @@ class Run:
         """Answers that could not be used: round, client, reason."""
         return [(t, self.fed.names[k], why) for t, k, why in self.fed.left_out]
 
+    @property
+    def shortened(self) -> list[tuple[int, str, str]]:
+        """Answers that would have moved a mean too far, and moved it like a typical one: round, client, phase."""
+        return [(t, self.fed.names[k], phase) for t, k, phase in self.fed.shortened]
+
     def explain(self) -> str:
         """Say which fast paths and which plain code computed this run.
 

@@ -59,6 +59,8 @@ def save_run(folder: RunFolder, run: Run) -> None:
         "seconds": round(run.seconds, 3),
         "trained_on": list(run.trained_on),
     }
+    if run.shortened:
+        result["shortened"] = run.shortened
     if run.own is not None:
         result["guard"] = {"clients": [run.fed.names[k] for k in run.own.clients], **run.own.effect}
     files.seal(folder.path, RESULT, files.as_json(result))

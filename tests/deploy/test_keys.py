@@ -86,10 +86,26 @@ def test_what_is_no_key_is_said_to_be_none(tmp_path, content):
         keys.public_bytes(tmp_path / "node.pub")
 
 
-@pytest.mark.parametrize(("authority", "days"), [("ca", -1.0), ("other", 10.0)])
+@pytest.mark.parametrize(
+    ("authority", "days", "says"),
+    [("ca", -1.0, "has expired"), ("other", 10.0, "was not issued by the authority")],
+)
 def test_a_node_with_an_expired_or_foreign_certificate_says_so_and_ends(
-    tmp_path: Path, authority: str, days: float
+    tmp_path: Path, authority: str, days: float, says: str
 ) -> None:
+    """It does not wait for a server, which would close the connection without a word."""
+    pytest.importorskip("flwr", reason="a node needs the extra 'flower'")
+    for name in ("ca", "other"):
+        keys.make_authority(tmp_path / name, name)
+    keys.make_node_key(tmp_path / "n0", "n0")
+    public = keys.load_node_key(tmp_path / "n0" / "node.key")[1]
+    keys.certify(tmp_path / authority, public, "n0", tmp_path / "n0", days=days)
+    link = Link("127.0.0.1:9", tmp_path / "n0" / "node.key", tmp_path / "ca" / "ca.crt", pytest.fail)
+    with pytest.raises(SettingError, match=rf"node\.crt {says}.*join .*--renew"):
+        link.serve(lambda message: message)
+
+
+def test_a_node_that_a_server_refuses_says_so_and_ends(tmp_path: Path) -> None:
     """With TLS 1.3 the server's refusal comes after the handshake, as an error in reading."""
     pytest.importorskip("flwr", reason="a node needs the extra 'flower'")
     for name in ("ca", "other"):
@@ -97,11 +113,11 @@ def test_a_node_with_an_expired_or_foreign_certificate_says_so_and_ends(
     keys.make_server_certificate(tmp_path / "ca", tmp_path / "server", ["127.0.0.1"])
     keys.make_node_key(tmp_path / "n0", "n0")
     public = keys.load_node_key(tmp_path / "n0" / "node.key")[1]
-    keys.certify(tmp_path / authority, public, "n0", tmp_path / "n0", days=days)
+    keys.certify(tmp_path / "ca", public, "n0", tmp_path / "n0")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "server" / "server.crt", tmp_path / "server" / "server.key")
     context.verify_mode = ssl.CERT_OPTIONAL
-    context.load_verify_locations(tmp_path / "ca" / "ca.crt")
+    context.load_verify_locations(tmp_path / "other" / "ca.crt")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def listen() -> None:

@@ -1,4 +1,4 @@
-"""One bad node among twelve, on the server's real code: with the rule for nodes nobody else loses two points."""
+"""One bad node among twelve, or four, on the server's real code: the rule for nodes bounds what it does to others."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ ATTACKS = {
     "1e6": values(lambda x: torch.full_like(x, 1e6)),
     "1e150": values(lambda x: torch.full_like(x, 1e150)),
     "sign flip x 10": values(lambda x: -10 * x),
+    "sign flip x 3": values(lambda x: -3 * x),
     "100": values(lambda x: torch.full_like(x, 100.0)),
     "a million rows": many_rows,
 }
@@ -96,7 +97,9 @@ def test_no_honest_client_loses_two_points(table, tmp_path, attack):
     honest, _ = accuracy(table, tmp_path / "honest")
     found, run = accuracy(table, tmp_path / "found", ATTACKS[attack])
     assert float((found - honest).abs().max()) <= 0.02
-    assert {name for _, name, _ in run.left_out} == {BAD}  # and it is said who was left out
+    assert {name for _, name, _ in run.left_out + run.shortened} == {
+        BAD
+    }  # and it is said who was left out or shortened
     if attack == "100":
         lost, _ = accuracy(table, tmp_path / "lost", ATTACKS[attack], Aggregate())
         assert float((found - lost).max()) > 0.2  # what the attack does to a plain mean
@@ -104,10 +107,10 @@ def test_no_honest_client_loses_two_points(table, tmp_path, attack):
 
 @pytest.mark.parametrize("bad", ["cleveland", "hungarian", "switzerland", "va"])
 def test_one_of_four_hospitals_poisons_nobody(tmp_path, monkeypatch, bad):
-    """Real hospitals differ more than made-up clients; each in turn sends its model ten times the other way."""
+    """Real hospitals differ more than made-up clients; each in turn sends its model the other way, or a constant."""
     monkeypatch.setattr(sys.modules[__name__], "BAD", bad)
     names, method, found = ["cleveland", "hungarian", "switzerland", "va"], make("fedavg"), {}
-    for evil in (None, *(ATTACKS[name] for name in ("sign flip x 10", "100"))):
+    for evil in (None, *(ATTACKS[name] for name in ("sign flip x 10", "sign flip x 3", "100"))):
         place = tmp_path / str(len(found))
         nodes = {name: NodeService("heart_disease", place / name, name) for name in names}
         caller = NodeCaller(Post(nodes, evil), 5.0)
@@ -117,5 +120,5 @@ def test_one_of_four_hospitals_poisons_nobody(tmp_path, monkeypatch, bad):
         scores, rows = run.score("test", "accuracy"), run.fed.sizes.flatten()
         others = torch.tensor([name != bad for name in run.fed.names])
         found[evil] = float((scores * rows)[others].sum() / rows[others].sum())
-        assert {name for _, name, _ in run.left_out} == ({bad} if evil else set())
-    assert all(abs(value - found[None]) <= 0.05 for value in found.values()), found
+        assert {name for _, name, _ in run.left_out + run.shortened} == ({bad} if evil else set())
+    assert all(abs(value - found[None]) <= 0.03 for value in found.values()), found

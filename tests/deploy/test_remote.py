@@ -18,6 +18,7 @@ from coterie.deploy.answers import check
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.transport import NodeCaller, Undelivered
+from coterie.engine.aggregate import ON_NODES
 from coterie.engine.federation import Federation
 from coterie.engine.protocol import Call
 from coterie.models.metrics import Metric, find, names, register, registry
@@ -80,7 +81,9 @@ def write_table(path: Path, task: str = "regression") -> Path:
 
 
 def local(table: Path, **options):
-    return Federation.from_table(table, "who", "y", cluster="group", drop=["note"], **options)
+    made = Federation.from_table(table, "who", "y", cluster="group", drop=["note"], **options)
+    made.aggregate = ON_NODES
+    return made
 
 
 def nodes(table: Path, folder: Path, count: int = 3) -> Mail:

@@ -12,6 +12,9 @@ from coterie._core.errors import Diverged, SettingError
 from coterie.algorithms import make
 from coterie.engine.aggregate import ON_NODES, PLAIN, Aggregate
 from coterie.engine.replies import Replies
+from coterie.report.tables import run_notes
+from coterie.train.fit import resume
+from coterie.train.load import load
 
 G = torch.Generator().manual_seed(3)
 VALUES = torch.randn(9, 4, dtype=torch.float64, generator=G)
@@ -72,7 +75,7 @@ def test_outliers_are_named():
     told = []
     bad = VALUES.clone()
     bad[4] = 1e9
-    r = Replies(torch.arange(9) + 10, {"": bad}, ROWS, ON_NODES, lambda ids: told.extend(ids.tolist()))
+    r = Replies(torch.arange(9) + 10, {"": bad}, ROWS, ON_NODES, lambda far, long: told.extend(far.tolist()))
     torch.testing.assert_close(
         r.mean(),
         Replies(torch.arange(8), {"": VALUES[torch.arange(9) != 4]}, ROWS[torch.arange(9) != 4]).mean(),
@@ -80,12 +83,66 @@ def test_outliers_are_named():
     assert told == [14]
 
 
-def test_honest_replies_are_rarely_left_out():
+def test_replies_that_are_alike_are_averaged_to_the_same_bytes():
+    """Where nobody is shortened the rule for nodes is the plain mean, bit by bit."""
+    for rows in (ROWS, torch.ones_like(ROWS)):
+        replies = Replies(torch.arange(9), {"": VALUES + 5}, rows, ON_NODES)
+        assert torch.equal(replies.mean(), Replies(torch.arange(9), {"": VALUES + 5}, rows).mean())
+
+
+def test_a_long_step_moves_the_mean_as_far_as_a_typical_one():
+    """Brute force: its length becomes the median length, its weight the median weight, its direction stays."""
+    sent = torch.full((9, 8), 3.0, dtype=torch.float64)
+    steps = torch.nn.functional.normalize(torch.randn(9, 8, dtype=torch.float64, generator=G), dim=1)
+    steps *= torch.tensor([0.8, 0.9, 1.0, 1.0, 1.1, 1.2, 1.3, 1.9, 12.0], dtype=torch.float64).unsqueeze(1)
+    rows = torch.tensor([[4.0], [5], [6], [7], [8], [9], [10], [11], [70]], dtype=torch.float64)
+    told = []
+    replies = Replies(
+        torch.arange(9), {"": sent + steps}, rows, ON_NODES, lambda *one: told.append(one), origin=sent
+    )
+    found = replies.mean()
+    drawn, weights = steps.clone(), rows.clone()
+    drawn[8], weights[8] = steps[8] / 12.0 * 1.1, 8.0
+    torch.testing.assert_close(found, 3.0 + (weights * drawn).sum(0) / weights.sum())
+    assert [(far.tolist(), long.tolist()) for far, long in told] == [([], [8])]
+    light = rows.clone()
+    light[8] = 1.0  # an eighth of the median: twelve times the step is 1.5 times the influence
+    told.clear()
+    Replies(
+        torch.arange(9), {"": sent + steps}, light, ON_NODES, lambda *one: told.append(one), origin=sent
+    ).mean()
+    assert not told
+
+
+def test_honest_replies_are_rarely_changed():
+    """Replies that are noise alone differ most in length; a few of four to eight numbers are shortened."""
     g = torch.Generator().manual_seed(3)
-    for k, d, most in ((5, 1, 10), (8, 1, 4), (20, 1, 4), (4, 3, 5), (4, 20, 0), (5, 3, 2), (8, 3, 2)):
-        wrong = sum(bool(ON_NODES.outliers(torch.randn(k, d, generator=g)).any()) for _ in range(1000))
-        assert wrong <= most, (k, d, wrong)
-    assert not ON_NODES.outliers(torch.tensor([[0.0], [1e-3], [1e9], [2.0]])).any()  # four cannot tell
+    for k, d, most in (
+        *((5, 1, 10), (8, 1, 15), (20, 1, 5), (5, 2, 5), (4, 3, 10)),
+        *((4, 6, 20), (4, 8, 60), (4, 12, 15), (4, 20, 3), (8, 12, 10)),
+    ):
+        ones, short, out = torch.ones(k, 1), 0, 0
+        for _ in range(1000):
+            _, absurd, long = ON_NODES.combine(torch.randn(k, d, generator=g), ones)
+            short, out = short + bool(long.any()), out + bool(absurd.any())
+        assert short <= most and out == 0, (k, d, short, out)
+    _, absurd, long = ON_NODES.combine(torch.tensor([[0.0], [1e-3], [1e9], [2.0]]), torch.ones(4, 1))
+    assert not absurd.any() and not long.any()  # four cannot tell
+
+
+@pytest.mark.parametrize("clients", [4, 6, 12])
+def test_an_honest_client_that_is_ten_times_as_far_stays(clients):
+    """It is shortened at most; no bar on distance told it from a liar."""
+    for seed in range(5):
+        g = torch.Generator().manual_seed(seed)
+        slopes = torch.randn(10, generator=g) + 0.2 * torch.randn(clients, 10, generator=g)
+        way = torch.randn(10, generator=g)
+        slopes[0] += 10 * torch.pdist(slopes).median() * way / way.norm()
+        xs = [torch.randn(200, 10, generator=g) for _ in range(clients)]
+        ys = [x @ slope + torch.randn(200, generator=g) for x, slope in zip(xs, slopes, strict=True)]
+        fed = Federation.from_arrays(xs, ys, models.linear())
+        run = fit(fed, make("fedavg"), rounds=10, evaluate_every=0, aggregate=ON_NODES)
+        assert run.left_out == [] and {name for _, name, _ in run.shortened} == {fed.names[0]}
 
 
 @pytest.mark.parametrize("text", ["medain", "clip:x", "median,clip", "trimmed:0.5", "cap:0.5", "screen:-1"])
@@ -121,3 +178,21 @@ def test_a_run_with_a_liar(name, tmp_path):
         plain = fit(liar, method, rounds=20, evaluate_every=0)
         assert float((plain.personal - honest)[others].abs().max()) > 10
     assert robust.fed.aggregate == Aggregate.parse("median")
+
+
+def test_who_was_shortened_is_known_after_a_resume_and_in_the_folder(tmp_path):
+    def stop(done, rounds):
+        if done == 6:
+            raise KeyboardInterrupt
+
+    def world():
+        return federation(byzantine={3: "sign-flip:40"})
+
+    method, options = make("fedavg"), {"evaluate_every": 0, "aggregate": "screen,cap"}
+    whole = fit(world(), method, rounds=10, **options)
+    assert {name for _, name, _ in whole.shortened} == {whole.fed.names[3]}
+    with pytest.raises(KeyboardInterrupt):
+        fit(world(), method, rounds=10, out=tmp_path / "run", checkpoint_every=2, watch=stop, **options)
+    again = resume(tmp_path / "run", world())
+    assert again.shortened == whole.shortened == load(tmp_path / "run").shortened
+    assert any(whole.fed.names[3] in note and "too far" in note for note in run_notes(again))
