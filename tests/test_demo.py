@@ -56,7 +56,7 @@ def test_a_table_that_fails_in_the_second_process_ends_the_demo(
 ) -> None:
     """Its error is shown, and its exit code is that of the command."""
     monkeypatch.setattr(demo, "_show", lambda *_: None)
-    monkeypatch.setattr(demo.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     shown = command("demo", "--out", tmp_path / "demo", "--rounds", 0)
     assert shown.code == 2 and "rounds" in shown.err and not (tmp_path / "demo").exists()
 
@@ -64,8 +64,8 @@ def test_a_table_that_fails_in_the_second_process_ends_the_demo(
 def test_one_processor_shows_both_tables_in_one_process(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    seen: list[str] = []
     monkeypatch.setattr(demo, "_show", lambda example, *_: seen.append(example.table))
-    monkeypatch.setattr(demo.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert command("demo", "--out", tmp_path / "demo").code == 0
     assert seen == [example.table for example in demo.EXAMPLES]

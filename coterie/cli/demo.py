@@ -84,6 +84,7 @@ def _show(example: Example, place: Path, rounds: int, budget: int) -> None:
             rounds=rounds,
             folds=example.folds,
             budget=budget,
+            refit="none",
             out=folder,
             watch=watch,
         )
