@@ -24,13 +24,12 @@ def test_the_clinics_are_what_the_script_generates() -> None:
 
 @pytest.mark.slow
 def test_the_demo_says_a_sentence_and_writes_a_report_for_each_table(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", 2)
-    monkeypatch.setattr(demo, "BUDGET", 1)
-    shown = command("demo", "--out", tmp_path / "demo")
+    shown = command("demo", "--out", tmp_path / "demo", "--rounds", 2, "--budget", 1)
     assert shown.code == 0, shown.err
-    assert shown.out.count("Validation rows prefer") == 2 and "generated data" in shown.out
+    said = [shown.out.index(words) for words in ("Validation rows prefer", "Rows held out in turn prefer")]
+    assert said == sorted(said) and "generated data" in shown.out
     for example in demo.EXAMPLES:
         assert (tmp_path / "demo" / example.table / "report.html").exists()
     assert command("demo", "--out", tmp_path / "demo").code == 2
@@ -47,6 +46,26 @@ def test_the_readme_shows_what_the_demo_prints(command: Command, tmp_path: Path)
     for words in (
         "the log-loss falls by 0.124",
         "39 are better off",
-        "Validation rows prefer training alone",
+        "Rows held out in turn prefer auto. No difference between auto and training alone is certain",
     ):
         assert words in " ".join(shown.split()) and words in " ".join(readme.split())
+
+
+def test_a_table_that_fails_in_the_second_process_ends_the_demo(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is shown, and its exit code is that of the command."""
+    monkeypatch.setattr(demo, "_show", lambda *_: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    shown = command("demo", "--out", tmp_path / "demo", "--rounds", 0)
+    assert shown.code == 2 and "rounds" in shown.err and not (tmp_path / "demo").exists()
+
+
+def test_one_processor_shows_both_tables_in_one_process(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(demo, "_show", lambda example, *_: seen.append(example.table))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert command("demo", "--out", tmp_path / "demo").code == 0
+    assert seen == [example.table for example in demo.EXAMPLES]

@@ -80,8 +80,8 @@ class OddClient:
             )
         if self.kind == "outliers":
             return (
-                f"{where}: {self.count} value(s) are far from all others. Check them; in training they count as the "
-                "mean."
+                f"{where}: {self.count} value(s) are far from all others. Check them; in training and in scores "
+                "they count as the mean."
             )
         size = f"{self.factor:,.0f}" if self.factor >= 100 else f"{self.factor:.3g}"
         times = f"about {size} times" if self.factor else "on another scale than"

@@ -369,7 +369,8 @@ class Preprocessor:
         for client, units in self.clients.items():
             rows = self._rows_of(frame, client)
             if units.target is not None:
-                encoded[rows] = (values[rows] - units.target[0]) / units.target[1]
+                own = (values[rows] - units.target[0]) / units.target[1]
+                encoded[rows] = np.where(np.abs(own) > units.limit, 0.0, own) if units.limit else own
             if units.reversed_classes:
                 encoded[rows] = np.where(encoded[rows] < 0, -1, 1 - encoded[rows])
         if wrong.any():
@@ -418,7 +419,9 @@ class Preprocessor:
         }
         del stored["clients"]
         if self.clients:
-            stored["clients"] = {name: asdict(units) for name, units in self.clients.items()}
+            stored["clients"] = {
+                name: _without(asdict(units), limit=0.0) for name, units in self.clients.items()
+            }
         if self.encoding == STANDARD:
             del stored["encoding"]  # as files before there was another
         return json.dumps(stored, allow_nan=False)

@@ -66,11 +66,14 @@ class ClientUnits:
         Mean and standard deviation of its target, if they differ; a negative one for a target with the other sign.
     reversed_classes
         Whether its two classes are named the other way round.
+    limit
+        Standard deviations from the mean beyond which a target counts as the mean; 0: none.
     """
 
     scales: tuple[Scale, ...] = ()
     target: tuple[float, float] | None = None
     reversed_classes: bool = False
+    limit: float = 0.0
 
 
 def standardised(values: polars.Series, scale: Scale) -> np.ndarray:
@@ -119,7 +122,8 @@ def client_units(
             units = replace(units, reversed_classes=True)
         elif one.column == target.name:
             mean, sd = units.target or (target.mean, target.sd or 1.0)
-            units = replace(units, target=one.scaled(mean, sd))
+            limit = LIMIT if one.kind == "outliers" else units.limit
+            units = replace(units, target=one.scaled(mean, sd), limit=limit)
         elif one.column in scales and scales[one.column].sd:
             usual = scales[one.column]
             mean, sd = one.scaled(usual.mean, usual.sd)

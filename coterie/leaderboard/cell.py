@@ -67,7 +67,7 @@ def measure(job: Job, folder: str | Path | None = None) -> dict[str, Any]:
     except (CoterieError, NotImplementedError) as problem:
         return record | {"status": "does not apply", "why": str(problem) or type(problem).__name__}
     try:
-        run = entrant.best(fed, job.rounds, lambda *_: None)
+        run = entrant.best(fed, job.rounds, lambda *_: None).run
         found = _scores(run) | {"cpu_seconds": round(time.process_time() - started, 3)}
     except Exception as problem:  # a method's own mistake is its result; the others go on
         return record | {"status": "failed", "why": f"{type(problem).__name__}: {problem}"}

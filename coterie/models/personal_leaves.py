@@ -28,17 +28,14 @@ class Nodes(NamedTuple):
     ----------
     under : Tensor
         1 where a leaf lies under a node, [trees, N, L].
-    above : Tensor
-        The node above each node, int64 [trees, N].
-    levels : list of Tensor
-        1 for the nodes of each level below the root, [trees, N].
+    levels : list of tuple
+        The nodes of each level below the root and the nodes above them, int64 [nodes] each, tree k from k N on.
     leaves : Tensor
         The node of each leaf, int64 [trees, L].
     """
 
     under: Tensor
-    above: Tensor
-    levels: list[Tensor]
+    levels: list[tuple[Tensor, Tensor]]
     leaves: Tensor
 
 
@@ -64,9 +61,12 @@ def nodes_of(splits: Tensor) -> Nodes:
     for _ in range(int(depth.max()) + 1):
         under.scatter_(1, place.unsqueeze(1), 1.0)
         place = up.gather(1, place)
-    levels = [(depth == k).double() for k in range(1, int(depth.max()) + 1)]
-    device = splits.device
-    return Nodes(under.to(device), up.to(device), [part.to(device) for part in levels], at.to(device))
+    device, first = splits.device, (2 * count + 1) * torch.arange(trees).unsqueeze(-1)
+    flat, levels = (up + first).flatten(), []
+    for k in range(1, int(depth.max()) + 1):
+        here = (depth.flatten() == k).nonzero().squeeze(-1)
+        levels.append((here.to(device), flat[here].to(device)))
+    return Nodes(under.to(device), levels, at.to(device))
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,20 @@ class Step:
         tiny = torch.finfo(sums.dtype).tiny
         under = self.nodes.under.to(sums.dtype)
         first = sums[..., 0] + sums[..., 1] * self.shared  # derivatives at the shared values
-        g, h = ((under @ part.unsqueeze(-1)).squeeze(-1).unsqueeze(-3) for part in (first, sums[..., 1]))
-        root, deep = root.view(-1, 1, 1).to(g), deep.view(-1, 1, 1).to(g)
-        away = (-g[..., :1] / (h[..., :1] + root).clamp(min=tiny)).expand(
-            *g.shape[:-3], len(root), *g.shape[-2:]
-        )
-        shrunk = 1 / (h + deep).clamp(min=tiny)
-        for level in self.nodes.levels:
-            above = away.gather(-1, self.nodes.above.expand(away.shape))
-            here = above - (g + h * above) * shrunk
-            away = torch.where(level > 0, here, away)
-        own = self.shared + away.gather(-1, self.nodes.leaves.expand(*away.shape[:-1], -1))
+        g, h = ((under @ part.unsqueeze(-1)).squeeze(-1) for part in (first, sums[..., 1]))
+        lead, outputs = g.shape[:-2], g.shape[-2]
+        g, h = (
+            part.flatten(-2).movedim(-1, 0).unsqueeze(-1).contiguous() for part in (g, h)
+        )  # [C N, ..., 1]
+        root, deep = root.to(g), deep.to(g)
+        away = -g / (h + root).clamp(min=tiny)  # holds for the roots, which come first
+        for nodes, above in self.nodes.levels:
+            from_above, own_h = away[above], h[nodes]
+            shrunk = 1 / (own_h + deep).clamp(min=tiny)
+            away[nodes] = from_above - (g[nodes] + own_h * from_above) * shrunk
+        away = away.view(outputs, -1, *lead, len(root))
+        tree = torch.arange(outputs, device=away.device).unsqueeze(-1)
+        own = self.shared + away[tree, self.nodes.leaves].movedim((0, 1), (-2, -1))
         return own.clamp(min=self.low, max=self.high)
 
 

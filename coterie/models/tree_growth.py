@@ -67,9 +67,9 @@ def reduction(sums: Tensor, at: Tensor, smoothing: float) -> Tensor:
     return -at * (2 * sums[..., 0] + (sums[..., 1] + smoothing) * at)
 
 
-def _score(sums: Tensor, smoothing: float, which: int = 0) -> Tensor:
+def _score(first: Tensor, second: Tensor, smoothing: float) -> Tensor:
     """Return G^2 / (H + smoothing), the `reduction` by the best value."""
-    return sums[..., which].square() / (sums[..., 1] + smoothing).clamp(min=torch.finfo(sums.dtype).tiny)
+    return first.square().div_((second + smoothing).clamp_(min=torch.finfo(first.dtype).tiny))
 
 
 def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> Best:
@@ -87,29 +87,34 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
         What a split must fulfil.
     """
     nodes, features, bins, width = histograms.shape
-    values, gone = histograms[:, :, :-1], histograms[:, :, -1]
+    parts = histograms.movedim(-1, 0).contiguous()  # [width, nodes, features, bins], which is faster
+    values, gone = parts[..., :-1], parts[..., -1]
     total = histograms[:, 0].sum(1)
     order = torch.arange(bins - 1, device=values.device).expand(nodes, features, -1)
     if bool(rules.categorical.any()):
-        mean = values[..., 0] / (values[..., 1] + ORDERING)
-        ranked = torch.where(values[..., 1] > 0, mean, torch.inf).argsort(dim=-1, stable=True)
+        mean = values[0] / (values[1] + ORDERING)
+        ranked = torch.where(values[1] > 0, mean, torch.inf).argsort(dim=-1, stable=True)
         order = torch.where(rules.categorical.unsqueeze(-1), ranked, order)
-        values = values.gather(2, order.unsqueeze(-1).expand_as(values))
-    upto = values.cumsum(2)
-    left = torch.stack([upto, upto + gone.unsqueeze(2)], 1)  # missing values go right, or left
-    right = total.view(nodes, 1, 1, 1, width) - left
-    allowed = (left[..., 1] >= rules.least) & (right[..., 1] >= rules.least)
+        values = values.gather(-1, order.expand_as(values))
+    left = values.cumsum(-1).unsqueeze(2)  # [width, nodes, ways, features, bins - 1]
+    if bool((gone != 0).any()):  # missing values go right, or left
+        left = torch.cat([left, left + gone.view(width, nodes, 1, features, 1)], 2)
+    right = total.T.view(width, nodes, 1, 1, 1) - left
+    allowed = (left[1] >= rules.least) & (right[1] >= rules.least)
     if bool(rules.signs.any()):
         lows, highs = low.view(nodes, 1, 1, 1), high.view(nodes, 1, 1, 1)
-        on_left, on_right = (value(side, rules.smoothing, lows, highs) for side in (left, right))
-        gains = reduction(left, on_left, rules.smoothing) + reduction(right, on_right, rules.smoothing)
+        sides = [side.movedim(0, -1) for side in (left, right)]
+        on_left, on_right = (value(side, rules.smoothing, lows, highs) for side in sides)
+        gains = reduction(sides[0], on_left, rules.smoothing) + reduction(sides[1], on_right, rules.smoothing)
         allowed &= rules.signs.view(1, 1, -1, 1) * (on_right - on_left) >= 0
     else:
-        gains = _score(left, rules.smoothing) + _score(right, rules.smoothing)
+        gains = _score(left[0], left[1], rules.smoothing) + _score(right[0], right[1], rules.smoothing)
     parent = reduction(total, value(total, rules.smoothing, low, high), rules.smoothing)
     if width > 2:
-        gains = gains + _score(left, rules.smoothing, 2) + _score(right, rules.smoothing, 2)
-        parent = parent + _score(total, rules.smoothing, 2)
+        gains = (
+            gains + _score(left[2], left[1], rules.smoothing) + _score(right[2], right[1], rules.smoothing)
+        )
+        parent = parent + _score(total[:, 2], total[:, 1], rules.smoothing)
     gains = gains - parent.view(nodes, 1, 1, 1)
     gains = torch.where(allowed, gains, -torch.inf).flatten(1)
     gain = gains.max(1).values
@@ -117,8 +122,8 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     where = (gains >= (gain - close).unsqueeze(1)).int().argmax(1)
     count, node = features * (bins - 1), torch.arange(nodes, device=where.device)
     stays, feature, place = where // count, where % count // (bins - 1), where % (bins - 1)
-    chosen = left.flatten(1, 3)[node, where]
-    nothing = gone[node, feature, 1] <= 0
+    chosen = left[:, node, stays, feature, place].T
+    nothing = gone[1, node, feature] <= 0
     larger = (chosen[:, 1] < total[:, 1] - chosen[:, 1]).long()  # 1: more lies on the right
     missing = torch.where(nothing, larger, 1 - stays)
     codes, ranks = order[node, feature], torch.arange(bins - 1, device=where.device)

@@ -34,6 +34,7 @@ from coterie.select.cross_validation import can_fold, few_rows
 from coterie.select.entrant import Entrant
 from coterie.select.grid import candidates, trained_by
 from coterie.select.guard import kept_sentence, tell_effect
+from coterie.select.held_out import HeldOutRows, choosing_metric
 from coterie.select.race_journal import Journal
 from coterie.train.fit import refit as train_again
 from coterie.train.fit import refit_plan
@@ -79,6 +80,8 @@ class Choice:
         Whether the deployed round is the best one of all divisions of the rows together.
     mixture
         The weighted mean of finalists that is deployed, or None if one method is.
+    held_out
+        Values of the rows held out in turn; None if there was one division of the rows.
     """
 
     run: Run
@@ -88,6 +91,7 @@ class Choice:
     advice: Advice | None = field(default=None, repr=False)
     together: bool = False
     mixture: Mixture | None = field(default=None, repr=False)
+    held_out: HeldOutRows | None = field(default=None, repr=False)
 
     @property
     def guarded(self) -> list[int]:
@@ -202,11 +206,13 @@ def choose(
     assert winner.running is not None
     mixture = find_mixture(race, winner, guard) if ensemble else None
     why, sure = reasons(race, winner, advice, mixture)
-    if mixture is not None:
-        run = mixture.run(fed, winner)
-        return Choice(run, sure, why, race.rows(winner), advice, mixture=mixture)
     together = len(race.feds) > 1
-    choice = Choice(winner.running.finish(), sure, why, race.rows(winner), advice, together)
+    if mixture is not None:
+        run, held_out = mixture.run(fed, winner), mixture.held_out if together else None
+        return Choice(run, sure, why, race.rows(winner), advice, mixture=mixture, held_out=held_out)
+    held_out = winner.held_out_rows([choosing_metric(race.judge, fed.model)]) if together else None
+    run = winner.running.finish()
+    choice = Choice(run, sure, why, race.rows(winner), advice, together, held_out=held_out)
     clients = who_keeps_its_own(race, winner) if guard else []
     if clients:
         alone = race.alone()

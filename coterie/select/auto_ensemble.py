@@ -15,6 +15,7 @@ from coterie.models.metrics import Metric, ScoredRows
 from coterie.select.auto_race import Race
 from coterie.select.entrant import Entrant
 from coterie.select.guard import harmed
+from coterie.select.held_out import HeldOutRows, choosing_metric
 from coterie.select.verdict import Verdict, row_metric
 from coterie.theory.stacking import best_strength, client_weights, greedy_weights, row_losses
 from coterie.train.blend import Blend, Blended
@@ -135,6 +136,8 @@ class Mixture:
         Against training alone.
     own : list of int
         Clients that keep the model they trained alone.
+    held_out : HeldOutRows or None
+        Values of the rows held out, each with weights from other rows.
     """
 
     members: list[Entrant]
@@ -145,6 +148,7 @@ class Mixture:
     best_loss: float
     verdict: Verdict | None
     own: list[int]
+    held_out: HeldOutRows | None = None
 
     def json(self) -> list[dict[str, Any]]:
         """Return what choice.json says of the members."""
@@ -188,13 +192,15 @@ def find_mixture(race: Race, winner: Entrant, guard: bool) -> Mixture | None:
         found.scores[0], race.asked
     ):
         return None
-    mixture = Mixture(members, shared, weights, strength > 0, loss, best_loss, None, [])
+    metric = row_metric(race.judge, fed.model.task)
+    means = dict.fromkeys([metric, choosing_metric(race.judge, fed.model), race.metric])
+    rows = {one.name: found.by_row(scores, one, fed.unit_of(one)) for one in means if one.is_mean}
+    held_out = HeldOutRows(found.client, {name: torch.from_numpy(value) for name, value in rows.items()})
+    mixture = Mixture(members, shared, weights, strength > 0, loss, best_loss, None, [], held_out)
     if alone is not None:
-        metric = row_metric(race.judge, fed.model.task)
         other = alone.held_out_rows([metric])
         assert other is not None
-        mine = found.by_row(scores, metric, fed.unit_of(metric))
-        what = race.held_out_name
+        mine, what = rows[metric.name], race.held_out_name
         client, values_alone = found.client.numpy(), other.values[metric.name].numpy()
         mixture.verdict = Verdict.of_rows(
             mine, values_alone, client, fed.names, metric, held_out=what, task=fed.model.task

@@ -14,11 +14,13 @@ from coterie.models.metrics import LOSS, Metric, main_metric, resolve
 from coterie.models.metrics import find as find_metric
 from coterie.select.comparison import ALONE, Comparison, Trial, summary_row
 from coterie.select.comparison_folder import save_comparison
+from coterie.select.cross_validation import can_fold, few_rows
 from coterie.select.divisions import Division, divisions, federation, folds_for
-from coterie.select.entrants import AUTO, BASELINES, Watch, entrants, validation_cost
-from coterie.select.guard import can_guard, guarded_cost, let_keep_own, tell_effect
+from coterie.select.entrants import AUTO, BASELINES, Found, Raced, Tuned, Watch, entrants, validation_cost
+from coterie.select.guard import can_guard, guarded_cost, let_keep_own, tell_effect, with_guard
+from coterie.select.held_out import choosing_metric
+from coterie.select.verdict import row_metric
 from coterie.train.folder import RunFolder
-from coterie.train.run import Run
 
 if TYPE_CHECKING:
     from coterie.engine.federation import Federation
@@ -116,21 +118,26 @@ def compare(
     reported = asked or main_metric(whole.model.task)
     for entrant in field_:
         entrant.check(whole)
-    trials: list[Trial] = []
     meter = _Meter(watch, seeds * folds * sum(entrant.cost(rounds) for entrant in field_))
+    in_turn = _chooses_in_turn(whole, field_, folds, asked)
+    judge = choosing_metric(asked or LOSS, whole.model) if in_turn else None
+    divided: list[tuple[Division, dict[str, Found]]] = []
     for division in divisions(whole, seeds, folds):
         place = f"fold {division.number + 1}" if folds > 1 else f"split {division.number + 1}"
         what = "{}, " + place if seeds * folds > 1 else "{}"
         _require_rows(division.fed)
-        runs: dict[str, Run] = {}
+        found: dict[str, Found] = {}
         for entrant in field_:
-            runs[entrant.name] = entrant.best(
-                division.fed, rounds, meter.watch(what.format(entrant.name)), asked
-            )
+            step = meter.watch(what.format(entrant.name))
+            found[entrant.name] = entrant.best(division.fed, rounds, step, asked, judge)
             meter.done += entrant.cost(rounds)
-        trials += [
-            _scored(name, run, runs[ALONE], division, reported, asked, guard) for name, run in runs.items()
-        ]
+        divided.append((division, found))
+    in_turn = in_turn and all(one.held_out is not None for _, found in divided for one in found.values())
+    trials = [
+        _scored(name, one, found[ALONE], division, reported, asked, guard, in_turn)
+        for division, found in divided
+        for name, one in found.items()
+    ]
     comparison = Comparison(
         metric=reported.name,
         clients=whole.n,
@@ -141,6 +148,7 @@ def compare(
         folds=folds,
         seeds=seeds,
         guard=guard,
+        in_turn=in_turn,
     )
     comparison.rows += [summary_row(entrant.name, comparison) for entrant in field_]
     if out is not None:
@@ -150,23 +158,44 @@ def compare(
     return comparison
 
 
+def _chooses_in_turn(
+    fed: Federation, field_: Sequence[Tuned | Raced], folds: int, asked: Metric | None
+) -> bool:
+    """Return True if methods are chosen by rows held out in turn.
+
+    `auto` goes by them where validation rows are few. The others are the best of many settings and rounds on the few
+    rows of one split, which flatters them beside it.
+    """
+    raced = any(isinstance(entrant, Raced) for entrant in field_)
+    return raced and folds == 1 and few_rows(fed) and can_fold(fed) and (asked is None or asked.is_mean)
+
+
 def _scored(
     name: str,
-    run: Run,
-    alone: Run,
+    found: Found,
+    alone: Found,
     division: Division,
     reported: Metric,
     asked: Metric | None,
     guard: bool,
+    in_turn: bool,
 ) -> Trial:
     """Return the trial of a method: its guard decided on validation rows, its scores on test rows."""
+    run, judge = found.run, asked or LOSS
     _require_defined(run.score("validation", reported.name), reported, "validation")
     cost = validation_cost(run, asked)
-    guarded = name == AUTO or (guard and can_guard(run, alone))
+    guarded = name == AUTO or (guard and can_guard(run, alone.run))
     if guarded and name != AUTO:
-        crossed = guarded_cost(run, alone, asked or LOSS, reported)
+        crossed = guarded_cost(run, alone.run, judge, reported)
         cost = cost if crossed is None else crossed
-        let_keep_own(run, alone, [(run, alone)], reported)
+        let_keep_own(run, alone.run, [(run, alone.run)], reported)
+    if in_turn:
+        rows, values = found.held_out, choosing_metric(judge, division.fed.model)
+        assert rows is not None and alone.held_out is not None
+        if guarded and name != AUTO:
+            decide = row_metric(reported, division.fed.model.task)
+            rows = with_guard(rows, alone.held_out, values, decide, run)
+        cost = rows.cost(values, judge, division.fed.n)
     test = _require_defined(run.score_test()[reported.name], reported, "test")
     tell_effect(run)
     return Trial(name, division.number, run, cost, test, division.tested, guarded)

@@ -37,7 +37,7 @@ class Trial:
     algorithm: str
     seed: int  # number of the split or fold
     run: Run
-    validation_cost: float  # mean validation loss, or cost of the metric that was asked for
+    validation_cost: float  # mean loss on rows held out, or cost of the metric that was asked for
     test: Tensor  # metric per client [n], NaN where a client has no test rows
     tested: Tensor  # which rows the test rows are among all
     guarded: bool = False  # whether clients could keep the model of training alone
@@ -67,6 +67,8 @@ class Comparison:
         Number of splits, or of repetitions of the folds.
     guard
         Whether clients keep the model of training alone where validation rows speak against a method.
+    in_turn
+        Whether methods are chosen by all rows but the test rows, each held out once, instead of validation rows.
     """
 
     metric: str
@@ -78,6 +80,7 @@ class Comparison:
     folds: int = 1
     seeds: int = 1
     guard: bool = False
+    in_turn: bool = False
 
     @property
     def task(self) -> str:
@@ -215,7 +218,7 @@ class Comparison:
         )
 
     def chosen(self) -> str:
-        """Return the method that validation prefers, on average over splits."""
+        """Return the method that rows held out prefer, on average over splits."""
         return min(self._costs(), key=self._costs().__getitem__)
 
     def _costs(self) -> dict[str, float]:
@@ -224,13 +227,14 @@ class Comparison:
     def verdict(self) -> str:
         """Say whether collaborating helps, and for whom, as far as the test rows allow."""
         costs, chosen = self._costs(), self.chosen()
+        held_out = "Rows held out in turn" if self.in_turn else "Validation rows"
         if chosen != ALONE:
             said = self.against_alone(chosen).sentence(chosen, ALONE_TITLE)
-            return f"Validation rows prefer {chosen}. {said}"
+            return f"{held_out} prefer {chosen}. {said}"
         others = {name: cost for name, cost in costs.items() if name != ALONE}
         best = min(others, key=others.__getitem__)
         said = self.against_alone(best).sentence(best, ALONE_TITLE)
-        return f"Validation rows prefer training alone; next is {best}. {said}"
+        return f"{held_out} prefer training alone; next is {best}. {said}"
 
     def _repr_html_(self) -> str:
         """Return a row per method and the verdict as HTML, for notebooks."""

@@ -15,6 +15,7 @@ from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric
 from coterie.models.metrics.over_rows import row_scores
+from coterie.select.held_out import HeldOutRows
 from coterie.train.contestant import Contestant
 from coterie.train.history import mean_over_clients
 
@@ -22,14 +23,6 @@ PATIENCE = (
     3  # scores without a lower mean after which a method that stops by itself, or has converged, is done
 )
 SOLVED = ("hierarchical",)  # methods that reach their solution in a few rounds
-
-
-@dataclass(frozen=True)
-class HeldOutRows:
-    """The client and the value in each metric of every row held out, [rows] each."""
-
-    client: Tensor
-    values: dict[str, Tensor]
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm, find
@@ -14,8 +14,10 @@ from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric
 from coterie.select.auto import EFFORT, choose
 from coterie.select.auto_race import THIN, every, stops
-from coterie.select.cross_validation import FOLDS
+from coterie.select.cross_validation import FOLDS, in_turn
+from coterie.select.entrant import Entrant
 from coterie.select.grid import candidates, suited, trained_by
+from coterie.select.held_out import HeldOutRows
 from coterie.train.contestant import Contestant
 from coterie.train.history import mean_over_clients
 from coterie.train.run import Run
@@ -24,6 +26,13 @@ BASELINES = ("local", "fedavg", "fine-tuned")
 AUTO = "auto"  # the method and settings that a race of its own chooses
 
 Watch = Callable[[str, int, int], None]  # what is being done, rounds done, rounds in all
+
+
+class Found(NamedTuple):
+    """The run of an entrant, and the values of rows held out in turn where methods are chosen by those."""
+
+    run: Run
+    held_out: HeldOutRows | None = None
 
 
 class Tuned:
@@ -61,8 +70,18 @@ class Tuned:
         trial.enter_round(0, None)
         self.method.start(trial)
 
-    def best(self, fed: Federation, rounds: int, watch: Watch, metric: Metric | None = None) -> Run:
-        """Return the run that did best on validation rows, at the round at which it did."""
+    def best(
+        self,
+        fed: Federation,
+        rounds: int,
+        watch: Watch,
+        metric: Metric | None = None,
+        judge: Metric | None = None,
+    ) -> Found:
+        """Return the run that did best on validation rows, at the round at which it did.
+
+        With a `judge`, its settings are trained again for as many rounds where further rows are held out in turn.
+        """
         fed = trained_by(self.settings, fed, rounds)
         ends, done, total = stops(rounds), 0, self.cost(rounds)
         counts = [*self._counts(len(ends)), 1]
@@ -81,7 +100,20 @@ class Tuned:
                 done += stop - before
                 left = sorted([*left, one], key=lambda one: _finite(one.cost))[: counts[heat + 1]]
             field = [(one.algorithm, one) for one in left]
-        return left[0].finish()
+        best = left[0]
+        held_out = None if judge is None else _in_turn(best, fed, rounds, judge)
+        return Found(best.finish(), held_out)
+
+
+def _in_turn(best: Contestant, fed: Federation, rounds: int, judge: Metric) -> HeldOutRows | None:
+    """Return the judge's values of all rows but the test rows, each held out once."""
+    parts, method = [best], best.algorithm.without_stopping()
+    for other in in_turn(fed)[1:]:
+        part = Contestant(other, method, rounds, 0, together=True)
+        part.advance(best.progress.best.round)
+        part.mark_best(best.cost)
+        parts.append(part)
+    return Entrant(best.algorithm, parts).held_out_rows([judge])
 
 
 def _finite(cost: float) -> float:
@@ -106,9 +138,17 @@ class Raced:
     def check(self, fed: Federation) -> None:
         """Do nothing: a race leaves out what cannot run here."""
 
-    def best(self, fed: Federation, rounds: int, watch: Watch, metric: Metric | None = None) -> Run:
-        """Return the run that won the race."""
-        return choose(fed, rounds, watch=watch, metric=metric, cross_fit=self.cross_fit).run
+    def best(
+        self,
+        fed: Federation,
+        rounds: int,
+        watch: Watch,
+        metric: Metric | None = None,
+        judge: Metric | None = None,
+    ) -> Found:
+        """Return the run that won the race, and what the race says of rows held out in turn."""
+        choice = choose(fed, rounds, watch=watch, metric=metric, cross_fit=self.cross_fit)
+        return Found(choice.run, choice.held_out)
 
 
 def entrants(

@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie.data.column_types import some
 from coterie.models.description import description
 from coterie.models.metrics import Metric, find, main_metric
+from coterie.select.held_out import HeldOutRows
 from coterie.select.verdict import Verdict, row_metric
 from coterie.theory.verdicts import guarded
 from coterie.train.own_models import keep_own
@@ -63,27 +64,36 @@ def guarded_cost(run: Run, alone: Run, judge: Metric, reported: Metric) -> float
     """
     if not judge.is_mean:
         return None
-    decide = row_metric(reported, run.fed.model.task)
-    (mine, mine_judged), (own, own_judged) = (
-        [_validation(one, metric).numpy() for metric in (decide, judge)] for one in (run, alone)
+    decide, client = (
+        row_metric(reported, run.fed.model.task),
+        torch.repeat_interleave(run.fed.rows["validation"]),
     )
-    size = run.fed.rows["validation"].cpu()
-    client = torch.repeat_interleave(size).numpy()
-    half = (np.arange(len(client)) - (size.cumsum(0) - size).numpy()[client]) % 2
-    deployed = mine_judged.copy()
+    mine, own = (
+        HeldOutRows(client.cpu(), {metric.name: _validation(one, metric) for metric in (decide, judge)})
+        for one in (run, alone)
+    )
+    return with_guard(mine, own, judge, decide, run).cost(judge, judge, run.fed.n)
+
+
+def with_guard(mine: HeldOutRows, own: HeldOutRows, judge: Metric, decide: Metric, run: Run) -> HeldOutRows:
+    """Return the judge's values of what clients deploy if the other half of their rows says who keeps its own model."""
+    client = mine.client.numpy()
+    order = np.argsort(client, kind="stable")
+    counts = np.bincount(client, minlength=run.fed.n)
+    half = np.empty(len(client), dtype=int)
+    half[order] = (np.arange(len(client)) - (counts.cumsum() - counts)[client[order]]) % 2
+    deployed = mine.values[judge.name].clone()
+    first, second = (one.values[decide.name].numpy() for one in (mine, own))
     for part in (0, 1):
         rows = half != part
         if not rows.any():
             continue
         verdict = Verdict.of_rows(
-            mine[rows], own[rows], client[rows], run.fed.names, decide, task=run.fed.model.task
+            first[rows], second[rows], client[rows], run.fed.names, decide, task=run.fed.model.task
         )
-        kept = np.isin(client, harmed(verdict)) & (half == part)
-        deployed[kept] = own_judged[kept]
-    with np.errstate(all="ignore"):
-        means = np.bincount(client, deployed, run.fed.n) / np.bincount(client, minlength=run.fed.n)
-    values = np.sqrt(means) if judge.is_root else means
-    return judge.cost(float(np.nanmean(values)))
+        kept = torch.from_numpy(np.isin(client, harmed(verdict)) & (half == part))
+        deployed[kept] = own.values[judge.name][kept]
+    return HeldOutRows(mine.client, {judge.name: deployed})
 
 
 def held_out_verdict(pairs: Sequence[tuple[Run, Run]], metric: Metric) -> Verdict:

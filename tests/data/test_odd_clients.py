@@ -56,6 +56,11 @@ def spoilt(frame: pl.DataFrame, how: str) -> pl.DataFrame:
         "reversed target": ("y", -pl.col("y")),
         "reversed classes": ("y", 1 - pl.col("y")),
         "outliers": ("b", pl.when(pl.int_range(pl.len()) % 12 == 5).then(1e5).otherwise(pl.col("b"))),
+        "outliers in a third": (
+            "b",
+            pl.when(pl.int_range(pl.len()) % 3 == 1).then(1e3).otherwise(pl.col("b")),
+        ),
+        "target outliers": ("y", pl.when(pl.int_range(pl.len()) % 12 == 5).then(1e4).otherwise(pl.col("y"))),
     }[how]
     return frame.with_columns(pl.when(mine).then(change).otherwise(pl.col(column)).alias(column))
 
@@ -67,7 +72,10 @@ CASES = [
     ("regression", "column in kelvin", "a"),
     ("regression", "reversed target", "y"),
     ("regression", "outliers", "b"),
+    ("regression", "outliers in a third", "b"),
+    ("regression", "target outliers", "y"),
     ("binary", "column in other units", "a"),
+    ("binary", "outliers", "b"),
     ("binary", "reversed classes", "y"),
 ]
 
@@ -95,7 +103,7 @@ def test_noticed_named_and_harmless(task: str, how: str, column: str) -> None:
     assert list(odd.table.preprocessor.clients) == [ODD]
     (said,) = (warning for warning in odd.table.warnings if f"Client {ODD!r}" in warning)
     assert f"column {column!r}" in said and "Check" in said
-    for method in ("fedavg", "ditto"):
+    for method in ("local", "fedavg", "fine-tuned", "ditto"):
         before, after = (error_of_others(fed, method, 60, fresh) for fed in (clean, odd))
         assert after == pytest.approx(before, rel=0.05), method
 
@@ -110,6 +118,24 @@ def test_harmless_to_all_methods(task: str, how: str, column: str, clusters: boo
     for method, rounds in methods.items():
         before, after = (error_of_others(fed, method, rounds, fresh) for fed in (clean, odd))
         assert after == pytest.approx(before, rel=0.05), method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "how"),
+    [
+        ("regression", "target in other units"),
+        ("regression", "outliers"),
+        ("regression", "target outliers"),
+        ("binary", "reversed classes"),
+    ],
+)
+def test_harmless_to_auto(task: str, how: str) -> None:
+    frame, fresh = world(5, 40, task), world(6, 100, task)
+    before, after = (
+        error_of_others(federation(one), "auto", 30, fresh) for one in (frame, spoilt(frame, how))
+    )
+    assert after <= 1.05 * before
 
 
 @SCRIPTED
@@ -157,6 +183,9 @@ def test_the_encoding_survives_json() -> None:
     fitted = federation(spoilt(world(1, 40, "regression"), "outliers")).table.preprocessor
     again = Preprocessor.from_json(fitted.to_json())
     assert again == fitted and again.clients[ODD].scales[0].limit > 0
+    fitted = federation(spoilt(world(1, 40, "regression"), "target outliers")).table.preprocessor
+    again = Preprocessor.from_json(fitted.to_json())
+    assert again == fitted and again.clients[ODD].limit > 0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -85,7 +85,7 @@ def test_a_cell_is_the_tuned_method_tested_once():
     record = measure(job())
     fed, late = federations(job(), None)
     assert fed.n == 8 and late.n == 2 and not set(fed.names) & set(late.names)
-    run = Tuned(coterie.algorithms.FedAvg(), 2).best(fed, 3, lambda *_: None)
+    run = Tuned(coterie.algorithms.FedAvg(), 2).best(fed, 3, lambda *_: None).run
     test = run.score_test()
     assert record["test"] == pytest.approx(test["rmse"].tolist(), rel=1e-8)
     assert record["mb_up"] + record["mb_down"] == sum(run.traffic())
