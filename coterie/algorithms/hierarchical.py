@@ -24,7 +24,7 @@ from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
 from coterie.theory.mixed_likelihood import maximum_likelihood
-from coterie.theory.robust import looks_heavy, without_strangers
+from coterie.theory.robust import STRANGE, looks_heavy, without_strangers
 from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
@@ -160,8 +160,10 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             found = self.components(fed, sums, groups, replies.ids, near)
             s = s.replace(groups=groups)
             if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
-                found, trust = self.robust(fed, sums, groups, found)
-                s = s.replace(trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, trust))
+                found, trust, groups = self.robust(fed, sums, groups, found)
+                s = s.replace(
+                    groups=groups, trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, trust)
+                )
         if "trust" in s:
             sums = replace(sums, trust=s.trust[replies.ids].double())
         noise = found.noise_of()
@@ -238,15 +240,22 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
 
     def robust(
         self, fed: Federation, sums: Sums, groups: Tensor, found: Components
-    ) -> tuple[Components, Tensor]:
-        """Return variances under heavy tails, and the clients' weights [n, 1]."""
+    ) -> tuple[Components, Tensor, Tensor]:
+        """Return variances under heavy tails, the clients' weights [n, 1], and which variance each coefficient has.
+
+        Clients of weight near 0 have no say in that either.
+        """
         if not self.simple(fed):
             raise SettingError(
                 "hierarchical: tails = 't' is for least squares with variances by likelihood, and with covariance, "
                 "variances and noise as they are by default"
             )
-        better = without_strangers(sums, groups, found, restricted=self.choice(fed) == "reml")
-        return rounded(better.components), better.trust.to(fed.dtype)
+        restricted = self.choice(fed) == "reml"
+        better = without_strangers(sums, groups, found, restricted=restricted)
+        again = effect_groups(self, fed, sums.kept(better.trust >= STRANGE))
+        if not torch.equal(again, groups):
+            groups, better = again, without_strangers(sums, again, found, restricted=restricted)
+        return rounded(better.components), better.trust.to(fed.dtype), groups
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """Return the variances of the pair (gamma, lambda) with the lowest validation loss after one step."""
