@@ -167,6 +167,11 @@ def _crossed_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str,
 
 
 def _sums(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Sums]:
+    if "membership" in s:
+        raise SettingError(
+            "hierarchical: intervals and tests are not offered with grouping = 'mixture'; its probabilities "
+            "of clusters are in the run's record (membership)"
+        )
     if "certainty" not in s or (method.covariance, method.variances, method.noise) != (
         "diagonal",
         "shared",
