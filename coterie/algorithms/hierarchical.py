@@ -191,6 +191,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         if isinstance(noise, Tensor):
             shared = {}
             each["noise"] = torch.full((fed.n, 1), found.noise).to(noise).index_copy(0, replies.ids, noise)
+            s = s.replace(noises=each["noise"])
         placed = fed.map(self.place, each=each, **shared, link=self.link)
         still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
         settled = closed or (still and t > ESTIMATED_ROUNDS)
