@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from coterie.theory.deviance_search import information_of
+from coterie.theory.deviance_search import information_of, slope_of
 from coterie.theory.hierarchical import settle
 from coterie.theory.mixed_likelihood import Likelihood
 from coterie.theory.uncertainty import Effects, client_effects
@@ -184,8 +185,11 @@ def covariance_intervals(
             values += list(between[first].log())
         return names, torch.stack(values)
 
+    def entry(k: int, point: Tensor) -> Tensor:
+        return transformed(point)[1][k]
+
     names, middle = transformed(point)
-    slopes: Tensor = torch.autograd.functional.jacobian(lambda p: transformed(p)[1], point)[:, free]
+    slopes = torch.stack([slope_of(partial(entry, k), point)[free] for k in range(len(names))])
     error = (slopes @ cover * slopes).sum(-1).clamp(min=0).sqrt()
     found = {}
     for name, value, width in zip(names, middle.tolist(), (reach * error).tolist(), strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -253,20 +254,15 @@ class _Fit:
             sizes = torch.cat([torch.tensor([start.noise]).double(), start.spread[first]])
             logs = (sizes / self.scale).log().clamp(LOWEST, HIGHEST)
         bounds = [(LOWEST, HIGHEST)] * len(logs)
-        fixed = {} if self.noise is None else {0: 0.0}
+        fixed: dict[int, float] = {} if self.noise is None else {0: 0.0}
         value = -math.inf
         for _ in range(steps):
             shares = membership.mean(0)
             centres = self._centres(membership, logs)
-            logs, lost = lowest(
-                lambda point, w=centres, pi=shares: -self._each(w, pi, point).logsumexp(1).sum(),  # type: ignore[misc]
-                logs,
-                fixed,
-                bounds,
-                steps=_INNER,
-            )
+            lost = partial(self._lost, centres, shares)
+            logs, height = lowest(lost, logs, fixed, bounds, steps=_INNER)
             membership = self._each(centres, shares, logs).softmax(1)
-            before, value = value, -lost
+            before, value = value, -height
             if value - before < _SETTLED * (1 + abs(value)):
                 break
         logs, value = self._without(centres, shares, logs, value)
@@ -279,6 +275,10 @@ class _Fit:
         """Return log pi_k + log likelihood of each client in cluster k, [n, K]."""
         return shares.clamp(min=1e-300).log() + client_likelihoods(self.sums, centres, *self.unpack(logs))
 
+    def _lost(self, centres: Tensor, shares: Tensor, logs: Tensor) -> Tensor:
+        """Return minus the log likelihood."""
+        return -self._each(centres, shares, logs).logsumexp(1).sum()
+
     def _centres(self, membership: Tensor, logs: Tensor) -> Tensor:
         noise, spread = self.unpack(logs)
         h, g = lift(self.sums.xx / noise, self.sums.xy / noise, spread.expand(self.sums.xy.shape))
@@ -289,7 +289,7 @@ class _Fit:
         for at in range(1, len(logs)):
             trial = logs.clone()
             trial[at] = -torch.inf
-            there = float(self._each(centres, shares, trial).logsumexp(1).sum())
+            there = -float(self._lost(centres, shares, trial))
             if there > value - _INDIFFERENT:
                 logs, value = trial, there
         return logs, value
