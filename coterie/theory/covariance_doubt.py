@@ -122,7 +122,8 @@ def covariance_of(model: Likelihood, point: Tensor, free: list[int]) -> Tensor:
     curved = information_of(model.deviance, point, free)[places[:, None], places]
     values, vectors = torch.linalg.eigh(curved)
     least = 1e-4 if not model.full else 1e-9 * float(values.abs().max()) if len(values) else 1.0
-    return vectors @ torch.diag(1 / values.clamp(min=least)) @ vectors.mT
+    cover: Tensor = vectors @ torch.diag(1 / values.clamp(min=least)) @ vectors.mT
+    return cover
 
 
 def covariance_intervals(

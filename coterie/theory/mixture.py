@@ -120,7 +120,8 @@ def client_likelihoods(sums: Sums, centres: Tensor, noise: Tensor, spread: Tenso
         q - (b * each * g).sum(-1, keepdim=True) + sums.rows * (noise.log() + math.log(2 * math.pi)) + volume
     )
     bent = torch.einsum("kd,nde,ke->nk", centres, h, centres)
-    return -0.5 * (own + bent - 2 * g @ centres.mT)
+    found: Tensor = -0.5 * (own + bent - 2 * g @ centres.mT)
+    return found
 
 
 def mixture(
