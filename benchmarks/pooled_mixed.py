@@ -95,7 +95,9 @@ def compare(name: str, seed: int) -> dict[str, float]:
         fitted = MixedLM(train.y.numpy(), train.x.double()[:, kept].numpy(), owner["train"].numpy()).fit()
     pooled = torch.zeros(fed.n, fed.d, dtype=torch.float64)
     pooled[:, kept] = torch.tensor(np.asarray(fitted.fe_params))
-    if float(np.asarray(fitted.cov_re)[0, 0]) > 1e-12:  # at zero MixedLM refuses to tell that all effects are zero
+    if (
+        float(np.asarray(fitted.cov_re)[0, 0]) > 1e-12
+    ):  # at zero MixedLM refuses to tell that all effects are zero
         pooled[:, -1] += torch.tensor([float(np.asarray(fitted.random_effects[k])[0]) for k in range(fed.n)])
     test = rows["test"]
 
