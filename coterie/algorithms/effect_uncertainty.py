@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,10 @@ from coterie.algorithms.crossed_modes import ridge
 from coterie.algorithms.marginal_effects import unpacked
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
+from coterie.theory.covariance_doubt import covariance_intervals, covariance_of, general_effects
 from coterie.theory.crossed import Crossed
 from coterie.theory.crossed_posterior import CrossedPosterior
+from coterie.theory.mixed_likelihood import Likelihood
 from coterie.theory.uncertainty import (
     Effects,
     boundary_chance,
@@ -40,7 +43,10 @@ def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, 
         groups = s.groups.long()
     else:
         groups = s.groups.long()
-        model, point, _ = least_squares_doubt(sums, groups, found)
+        model, point, _ = _likelihood(method, fed, s, ids, sums, restricted=method.choice(fed) == "reml")
+        if not _plain(method):
+            sure = s.certainty.double()[sums.clusters]
+            return ids, general_effects(model, point, sums, centre, sure)
         doubt = doubt_of_variances(model, point)
     sure, spread = s.certainty.double()[sums.clusters], found.within[sums.clusters]
     return ids, client_effects(sums.xx / s.noise, sums.xy / s.noise, centre, spread, sure, doubt, groups)
@@ -90,14 +96,20 @@ def variances(
             factor = float(torch.tensor(reach * error).exp())
             found[f"client {k}"] = (size**2, size**2 / factor, size**2 * factor)
         return found
-    _, sums = _sums(method, fed, s)
-    model, point, best = least_squares_doubt(sums, s.groups.long(), Components(s.noise, s.within, s.between))
-    scales = torch.cat([model.scale[:1], model.scale[1:].repeat(2)])
-    found = {}
+    ids, sums = _sums(method, fed, s)
+    restricted = method.choice(fed) == "reml"
+    model, point, best = _likelihood(method, fed, s, ids, sums, restricted=restricted)
+    if model.full:
+        return covariance_intervals(model, point, level)
+    scales = torch.cat([model.scale[:1].repeat(model.noises), model.scale[1:].repeat(model.levels + 1)])
+    found, noises = {}, _noise_ends(model, point, level) if model.noises > 1 else []
     for k, name in enumerate(model.names):
-        if name.startswith("cluster") and sums.k == 1:
+        if k >= len(point) - model.variances and sums.k == 1:
             continue
-        ends = profile_interval(model, point, best, k, level)
+        if model.noises > 1 and k < model.noises:
+            ends = noises[k]
+        else:
+            ends = profile_interval(model, point, best, k, level)
         low, middle, high = (
             float(scales[k] * torch.tensor(v).exp()) for v in (ends[0], float(point[k]), ends[1])
         )
@@ -105,15 +117,21 @@ def variances(
     return found
 
 
+def _noise_ends(model: Likelihood, point: Tensor, level: float) -> list[tuple[float, float]]:
+    """Return the ends of the logarithms of several noise variances, from the second derivative."""
+    from scipy.stats import norm
+
+    reach, places = float(norm.ppf(0.5 + level / 2)), list(range(model.noises))
+    width = reach * covariance_of(model, point, places).diagonal().sqrt()
+    return list(zip((point[places] - width).tolist(), (point[places] + width).tolist(), strict=True))
+
+
 def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
     """Return p-values of likelihood-ratio tests whether clients and clusters, or levels of grouping columns, differ."""
     if "client_groups" in s:
         return _crossed_tests(method, fed, s)
     if "psi" not in s:
-        _, sums = _sums(method, fed, s)
-        return difference_tests(
-            *least_squares_doubt(sums, s.groups.long(), Components(s.noise, s.within, s.between))
-        )
+        return difference_tests(*_likelihood(method, fed, s, *_sums(method, fed, s), restricted=False))
     if len(s.centres) > 1:
         raise SettingError("tests of clients in several clusters are for least squares; use grouping = 'one'")
     structure, null, value = method.structure(s.groups), s.replace(psi=torch.zeros_like(s.psi)), -torch.inf
@@ -167,16 +185,38 @@ def _crossed_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str,
 
 
 def _sums(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Sums]:
-    if "certainty" not in s or (method.covariance, method.variances, method.noise) != (
-        "diagonal",
-        "shared",
-        "one",
-    ):
+    if "membership" in s:
         raise SettingError(
-            "hierarchical: uncertainty is known for the Newton solver with diagonal, shared variances and one noise"
+            "hierarchical: intervals and tests are not offered with grouping = 'mixture'; its probabilities "
+            "of clusters are in the run's record (membership)"
+        )
+    if "certainty" not in s or ("psi" in s and not _plain(method)):
+        raise SettingError(
+            "hierarchical: uncertainty is known for the Newton solver; of classes and counts with diagonal, "
+            "shared variances"
         )
     replies = fed.map(method.curve, link=method.link)
     return replies.ids, method.sums(fed, replies)
+
+
+def _plain(method: Hierarchical) -> bool:
+    """Return True if variances are those of default settings: independent effects, shared by clusters, one noise."""
+    return (method.covariance, method.variances, method.noise) == ("diagonal", "shared", "one")
+
+
+def _likelihood(
+    method: Hierarchical, fed: Federation, s: State, ids: Tensor, sums: Sums, *, restricted: bool
+) -> tuple[Likelihood, Tensor, float]:
+    """Return the likelihood of least squares with its best point and deviance; strangers say nothing about it."""
+    if "trust" in s:
+        trust = s.trust[ids].double()
+        strange = bool(((trust == 0) | (trust == 1)).all())
+        sums = sums.kept(trust > 0) if strange else replace(sums, trust=trust)
+    settings = {"per_cluster": method.variances == "cluster", "full": method.covariance == "full"}
+    noises = {"cluster": sums.clusters, "client": torch.arange(len(ids))}.get(method.noise)
+    near = Components(s.noise, s.within.double(), s.between.double())
+    groups = s.groups.long()
+    return least_squares_doubt(sums, groups, near, noise_groups=noises, restricted=restricted, **settings)
 
 
 def _doubt_of_psi(s: State) -> Tensor:

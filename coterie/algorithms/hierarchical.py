@@ -16,6 +16,7 @@ from coterie.algorithms.crossed_effects import CrossedEffects
 from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
+from coterie.algorithms.mixture_effects import check_mixture, mixture_round
 from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, shortened, weight_of
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -24,7 +25,7 @@ from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
 from coterie.theory.mixed_likelihood import maximum_likelihood
-from coterie.theory.robust import looks_heavy, without_strangers
+from coterie.theory.robust import STRANGE, looks_heavy, without_strangers
 from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
@@ -50,7 +51,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     Bates 1995) and sends value, gradient and Hessian of its marginal log likelihood, whose sums give Newton steps. With
     more than 16 effects variances are those of the quadratic model (Breslow and Clayton 1993); networks, and models
     with more than 256 parameters, take gradient steps with gamma and lambda as given (tune them). With grouping =
-    "one" all clients form one cluster: the random-coefficients model, for clients without known clusters.
+    "one" all clients form one cluster: the random-coefficients model, for clients without known clusters. With
+    grouping = "mixture" clusters are unknown, and clients belong to them with probabilities (a finite mixture).
 
     Examples
     --------
@@ -99,8 +101,11 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     steps: int = setting(5, "steps per round of the gradient solver", low=1)
     grouping: str = setting(
         "known",
-        "use the known clusters, one cluster of all clients, or clusters that are found first",
-        options=("known", "one", "found"),
+        "known clusters, one of all clients, clusters that are found first, or a mixture of unknown ones",
+        options=("known", "one", "found", "mixture"),
+    )
+    clusters_count: int = setting(
+        0, "clusters of grouping = mixture; 0: as many as the evidence asks for", low=0
     )
     row_by_row: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = Finder.reveals | {
@@ -121,6 +126,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     def start(self, fed: Federation) -> State:
         if layout(fed) is not None:
             return self.crossed_start(fed)
+        if self.grouping == "mixture":
+            check_mixture(self, fed)
         found = self.use_found(fed) if self.grouping == "found" else {}
         k, choice = self.count(fed), self.choice(fed)
         if choice == "validation" and not fed.has_rows("validation"):
@@ -143,6 +150,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             return s
         if layout(fed) is not None:
             return self.crossed_round(fed, s)
+        if self.grouping == "mixture":
+            return mixture_round(self, fed, s, t)
         if "psi" in s:
             return self.marginal_round(fed, s, self.clusters(fed), self.choice(fed) == "reml")
         return self.newton_round(fed, s, t) if self.newton(fed) else self.gradient_round(fed, s)
@@ -160,8 +169,10 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             found = self.components(fed, sums, groups, replies.ids, near)
             s = s.replace(groups=groups)
             if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
-                found, trust = self.robust(fed, sums, groups, found)
-                s = s.replace(trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, trust))
+                found, trust, groups = self.robust(fed, sums, groups, found)
+                s = s.replace(
+                    groups=groups, trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, trust)
+                )
         if "trust" in s:
             sums = replace(sums, trust=s.trust[replies.ids].double())
         noise = found.noise_of()
@@ -180,6 +191,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         if isinstance(noise, Tensor):
             shared = {}
             each["noise"] = torch.full((fed.n, 1), found.noise).to(noise).index_copy(0, replies.ids, noise)
+            s = s.replace(noises=each["noise"])
         placed = fed.map(self.place, each=each, **shared, link=self.link)
         still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
         settled = closed or (still and t > ESTIMATED_ROUNDS)
@@ -238,15 +250,22 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
 
     def robust(
         self, fed: Federation, sums: Sums, groups: Tensor, found: Components
-    ) -> tuple[Components, Tensor]:
-        """Return variances under heavy tails, and the clients' weights [n, 1]."""
+    ) -> tuple[Components, Tensor, Tensor]:
+        """Return variances under heavy tails, the clients' weights [n, 1], and which variance each coefficient has.
+
+        Clients of weight near 0 have no say in that either.
+        """
         if not self.simple(fed):
             raise SettingError(
                 "hierarchical: tails = 't' is for least squares with variances by likelihood, and with covariance, "
                 "variances and noise as they are by default"
             )
-        better = without_strangers(sums, groups, found, restricted=self.choice(fed) == "reml")
-        return rounded(better.components), better.trust.to(fed.dtype)
+        restricted = self.choice(fed) == "reml"
+        better = without_strangers(sums, groups, found, restricted=restricted)
+        again = effect_groups(self, fed, sums.kept(better.trust >= STRANGE))
+        if not torch.equal(again, groups):
+            groups, better = again, without_strangers(sums, again, found, restricted=restricted)
+        return rounded(better.components), better.trust.to(fed.dtype), groups
 
     def validated(self, fed: Federation, sums: Sums) -> Components:
         """Return the variances of the pair (gamma, lambda) with the lowest validation loss after one step."""
@@ -327,6 +346,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             each = {"centre": centre.expand(fed.n, -1), "prior": q.expand(fed.n, -1)}
             found.append(fed.map(self.join, each=each, noise=s.noise).put(nothing_known))
         joined = torch.stack(found, 1)
+        if "shares" in s:
+            joined[..., -1] += s.shares.log().to(joined)
         return joined[torch.arange(fed.n), joined[..., -1].argmax(1), :-1]
 
     def join(self, client: Client, centre: Tensor, prior: Tensor, noise: float) -> Tensor:
@@ -357,6 +378,9 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         if layout(fed) is not None:
             return self.crossed_sds(fed, s)
         trust = {"weight": s.trust.squeeze(-1)} if "trust" in s else {}
+        if "membership" in s:
+            surest = s.membership.max(-1)
+            trust |= {"cluster": surest.indices.to(s.x), "membership": surest.values}
         return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between, **trust}
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
@@ -380,7 +404,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
 
     def clusters(self, fed: Federation) -> Tensor:
         """Return the cluster of every client, [n]."""
-        if self.grouping == "one":
+        if self.grouping in ("one", "mixture"):
             return torch.zeros_like(fed.everyone)
         return fed.known_clusters(f"{self.name} with grouping = 'known'")
 
@@ -390,7 +414,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     @property
     def link(self) -> str:
         """Link of the clients: to the heads of their clusters, or to the server if there is one cluster."""
-        return "client-server" if self.grouping == "one" else "client-cluster"
+        return "client-server" if self.grouping in ("one", "mixture") else "client-cluster"
 
     def pass_on(self, fed: Federation, down: Tensor, up: Tensor) -> None:
         """Count what the heads of clusters exchange with the server."""

@@ -37,7 +37,8 @@ def simulated_risk(experiment: Experiment, seed: int) -> Table:
     names = sorted(ESTIMATORS, key=lambda name: predicted[name].risk)
     metrics["curve"] = {
         "split": "simulated",
-        "metric": "risk against predicted risk",
+        "metric": "risk",
+        "x": "predicted risk",
         "rounds": [predicted[name].risk for name in names],
         "values": [found[name].bias + found[name].variance for name in names],
     }

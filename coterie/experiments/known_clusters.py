@@ -75,7 +75,13 @@ def over_rows(experiment: Experiment, seed: int) -> Numbers:
             penalty = Penalty.of(_known(data.clusters), 1.0, lambda_=1.0)
             estimate = exact.minimiser(sums.xx, sums.xy, penalty).models
         distances.append(float((estimate - _known(data.truth)).norm(dim=1).mean()))
-    curve = {"split": "mean", "metric": "distance", "rounds": list(settings["rows"]), "values": distances}
+    curve = {
+        "split": "mean",
+        "metric": "distance",
+        "x": "rows per client",
+        "rounds": list(settings["rows"]),
+        "values": distances,
+    }
     named = {f"rows_{rows}": value for rows, value in zip(settings["rows"], distances, strict=True)}
     return {**named, "curve": curve}
 
@@ -100,7 +106,13 @@ def communications(experiment: Experiment, seed: int) -> Numbers:
         errors.append(float((run.personal - best).norm() / best.norm()))
     settled = max((k for k, error in enumerate(errors) if error >= 0.1), default=-1) + 1
     needed = counts[settled] if settled < len(counts) else 10**6
-    curve = {"split": "relative", "metric": "error", "rounds": counts, "values": errors}
+    curve = {
+        "split": "relative",
+        "metric": "error",
+        "x": "rounds with communication",
+        "rounds": counts,
+        "values": errors,
+    }
     return {"error": errors[-1], "needed": needed, "curve": curve}
 
 

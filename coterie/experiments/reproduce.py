@@ -18,7 +18,7 @@ from coterie._core import files
 from coterie._core.errors import RunError, SettingError, nearest
 from coterie.experiments.jobs import Job, finished, load, run_job
 from coterie.experiments.spec import Claim, Experiment, Row, Table, Watch
-from coterie.report.plots import line_plot, panel_plot, save_plot
+from coterie.report.plots import dot_plot, line_plot, panel_plot, save_plot
 from coterie.report.weights import weights_plot
 
 if TYPE_CHECKING:
@@ -141,18 +141,39 @@ class Reproduction:
         return tables
 
     def _plot(self) -> Any:
-        """Plot the curve of every run, averaged over seeds."""
+        """Plot the curve of every run, mean and standard deviation over seeds; without curves, the table's numbers."""
         curves: dict[str, tuple[list[int], list[float | None]]] = {}
+        errors: dict[str, list[float | None]] = {}
         titles: set[str] = set()
+        across: set[str] = set()
         for plan in self.experiment.plans:
             found = [self.records[plan.key, seed]["curve"] for seed in self.experiment.seeds]
             if all(found):
-                points = zip(*(curve["values"] for curve in found), strict=True)
+                points = list(zip(*(curve["values"] for curve in found), strict=True))
                 means = [None if None in point else statistics.fmean(point) for point in points]
                 curves[plan.key] = (found[0]["rounds"], means)
+                if len(found) > 1:
+                    errors[plan.key] = [
+                        None if None in point else statistics.stdev(point) for point in points
+                    ]
                 titles.add(f"{found[0]['split']} {found[0]['metric']}")
+                across.add(found[0].get("x", "round"))
+        title = self.experiment.file.title
+        if not curves:
+            rows = [
+                (one.label, one.ours, one.sd, None if isinstance(one.paper, str) else one.paper)
+                for one in self.results
+            ]
+            return dot_plot(rows, title=title, x=" / ".join(sorted({one.metric for one in self.results})[:4]))
         measured = " / ".join(sorted(titles))
-        return line_plot(curves, title=self.experiment.file.title, y=measured, log="accuracy" not in measured)
+        return line_plot(
+            curves,
+            title=title,
+            x=" / ".join(sorted(across)),
+            y=measured,
+            log="accuracy" not in measured,
+            errors=errors,
+        )
 
 
 def reproduce(

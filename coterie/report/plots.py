@@ -18,6 +18,7 @@ def line_plot(
     x: str = "round",
     y: str = "",
     log: bool = False,
+    errors: Mapping[str, Sequence[float | None]] | None = None,
 ) -> Any:
     """Plot one line per name; a logarithmic axis leaves out values that are not positive.
 
@@ -29,6 +30,8 @@ def line_plot(
         Titles of the plot and its axes.
     log
         Whether the vertical axis is logarithmic.
+    errors
+        Standard deviations of the vertical values by name, drawn as bars.
 
     Returns
     -------
@@ -46,10 +49,55 @@ def line_plot(
     figure = graph.Figure()
     for name, (places, values) in curves.items():
         shown = [None if value is None or (log and value <= 0) else value for value in values]
-        figure.add_trace(graph.Scatter(x=list(places), y=shown, mode="lines+markers", name=name))
+        bars = {"type": "data", "array": list(errors[name])} if errors and name in errors else None
+        figure.add_trace(
+            graph.Scatter(x=list(places), y=shown, error_y=bars, mode="lines+markers", name=name)
+        )
     figure.update_layout(title=title, template="plotly_white", hovermode="x unified")
     figure.update_xaxes(title=x)
     figure.update_yaxes(title=y, type="log" if log else "linear")
+    return figure
+
+
+def dot_plot(rows: Sequence[tuple[str, float, float, float | None]], *, title: str = "", x: str = "") -> Any:
+    """Plot a number for each label with its standard deviation, and a second one beside it where there is one.
+
+    Parameters
+    ----------
+    rows
+        Label, number, standard deviation, and the number to compare with or None.
+    title, x
+        Titles of the plot and its horizontal axis.
+
+    Returns
+    -------
+    plotly.graph_objects.Figure
+
+    Examples
+    --------
+    >>> from coterie.report.plots import dot_plot
+    >>> figure = dot_plot([("local", 4.49, 0.08, 4.5), ("ours", 3.43, 0.04, None)], x="distance")
+    >>> [trace.name for trace in figure.data]
+    ['ours, ± sd over seeds', 'paper']
+    """
+    import plotly.graph_objects as graph
+
+    labels = [row[0] for row in rows]
+    bars = {"type": "data", "array": [row[2] for row in rows]}
+    ours = graph.Scatter(
+        x=[row[1] for row in rows], y=labels, error_x=bars, mode="markers", name="ours, ± sd over seeds"
+    )
+    paper = graph.Scatter(
+        x=[row[3] for row in rows if row[3] is not None],
+        y=[row[0] for row in rows if row[3] is not None],
+        mode="markers",
+        marker={"symbol": "line-ns-open", "size": 14},
+        name="paper",
+    )
+    figure = graph.Figure([ours, paper] if paper.x else [ours])
+    figure.update_layout(title=title, template="plotly_white", height=160 + 22 * len(rows))
+    figure.update_xaxes(title=x)
+    figure.update_yaxes(title="row of the table", autorange="reversed", automargin=True)
     return figure
 
 

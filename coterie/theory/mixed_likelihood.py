@@ -18,6 +18,7 @@ _SMALLEST = 1e-9  # variances are sought down to this share of their scale
 _INDIFFERENT = 1e-3  # a variance that lowers the deviance by less than this is called zero
 _CLOSE = 1e-8  # relative; deviances that are only compared with each other are found to this
 _NOISE_ROWS = 4.0  # rows of average noise that each of several noise variances is thought to have seen
+_GIANT = 100.0  # times the median sum of squares of a feature, beyond which a client's units are other ones
 LOWEST, HIGHEST = math.log(_SMALLEST) - 1, 25.0  # logarithms between which variances are sought
 
 
@@ -355,13 +356,24 @@ def _log_determinant(a: Tensor, spread: Tensor) -> Tensor:
     return logarithm
 
 
+def _without_giants(information: Tensor, rows: Tensor) -> Tensor:
+    """Return each client's sums of squares [n, d], at most 100 times as large per row as the median client's.
+
+    A client whose features have other units would otherwise put the search where variances of the others are lost.
+    """
+    share = torch.where(rows > 0, rows, 1.0)
+    known = torch.where(information > 0, information / share, torch.nan)
+    most = _GIANT * known.nanmedian(0).values.nan_to_num(nan=torch.inf)
+    return torch.minimum(information, most * share)
+
+
 def _scales(sums: Sums, groups: Tensor, noise: float | None) -> Tensor:
     """Return sizes to begin with: of the noise, then of the variance of each group of coordinates."""
     count = float(sums.rows.sum()) or float(len(sums.rows))
     if noise is None:
         left = float(residual(sums.xx.sum(0), sums.xy.sum(0), sums.yy.sum(0)))
         noise = max(left / count, 1e-30)
-    information = sums.xx.sum(0).diagonal() / count
+    information = _without_giants(sums.xx.diagonal(dim1=-2, dim2=-1), sums.rows).sum(0) / count
     inside = groups[groups >= 0]
     size = information.new_zeros(int(groups.max()) + 1).index_add_(0, inside, information[groups >= 0])
     size = (size / torch.bincount(inside)).clamp(min=1e-12 * max(float(size.max()), 1e-300))

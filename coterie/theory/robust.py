@@ -221,9 +221,7 @@ def without_strangers(sums: Sums, groups: Tensor, start: Components, *, restrict
     """
     found = heavy_tails(sums, groups, start, restricted=restricted)
     strange = found.trust < STRANGE
-    trust = torch.where(strange, 0.0, 1.0).double()
-    xx, xy, yy, rows = replace(sums.double(), trust=trust).trusted(sums.xx, sums.xy, sums.yy, sums.rows)
-    kept = Sums(xx, xy, yy, rows, sums.clusters, sums.count)
+    trust, kept = torch.where(strange, 0.0, 1.0).double(), sums.kept(~strange)
     model = Likelihood(kept, groups, restricted=restricted)
     point, value = model.fit(model.start(found.components))
     normal = model.components(model.without(point, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -322,7 +323,9 @@ def difference_tests(model: Likelihood, point: Tensor, best: float) -> dict[str,
     return found
 
 
-def least_squares_doubt(sums: Sums, groups: Tensor, near: Components) -> tuple[Likelihood, Tensor, float]:
+def least_squares_doubt(
+    sums: Sums, groups: Tensor, near: Components, **settings: Any
+) -> tuple[Likelihood, Tensor, float]:
     """Return the likelihood of least squares with its best point and deviance, searched near known variances.
 
     Parameters
@@ -333,6 +336,8 @@ def least_squares_doubt(sums: Sums, groups: Tensor, near: Components) -> tuple[L
         Which variance each coordinate has, from `pattern`.
     near
         Variances from which the search starts.
+    **settings
+        Further settings of `Likelihood`: per_cluster, full, noise_groups, restricted.
 
     Returns
     -------
@@ -352,5 +357,5 @@ def least_squares_doubt(sums: Sums, groups: Tensor, near: Components) -> tuple[L
     >>> abs(model.components(point).noise / near.noise - 1) < 0.01
     True
     """
-    model = Likelihood(sums, groups)
+    model = Likelihood(sums, groups, **settings)
     return model, *model.fit(model.start(near), tolerance=1e-11)

@@ -73,6 +73,15 @@ class Sums:
             return values
         return tuple(self.trust.view(-1, *[1] * (one.dim() - 1)) * one for one in values)
 
+    def kept(self, clients: Tensor) -> Sums:
+        """Return the sums of some clients, bool [n, 1]; the others have no rows."""
+        share = clients.double()
+        xx, xy, yy, rows = (
+            share.view(-1, *[1] * (one.dim() - 1)) * one.double()
+            for one in (self.xx, self.xy, self.yy, self.rows)
+        )
+        return Sums(xx, xy, yy, rows, self.clusters, self.count)
+
     @classmethod
     def of(cls, xs: list[Tensor], ys: list[Tensor], clusters: Tensor) -> Sums:
         """Return the sums of the rows of every client.

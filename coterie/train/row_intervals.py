@@ -108,7 +108,9 @@ class RowIntervals:
             error = self.posterior.row_error(place[0], rows[:, at.fixed], rows[:, at.grouped])
         score = rows @ self.run.personal[number].double()
         if fed.model.has_statistics:
-            error = (error.square() + float(self.run.state.noise)).sqrt()
+            state = self.run.state
+            noise = float(state.noises[number]) if "noises" in state else float(state.noise)
+            error = (error.square() + noise).sqrt()
         reach = float(norm.ppf(0.5 + self.level / 2)) * error
         ends = torch.stack([score - reach, score + reach], -1)
         if fed.model.task == "binary":

@@ -270,6 +270,33 @@ def test_one_client_in_other_units_moves_nobody():
     assert (run.personal[0] - own).norm() < 0.5 * own.norm(), "it keeps a fit of its own"
 
 
+@pytest.mark.parametrize("clustered", [False, True])
+@pytest.mark.parametrize("units", [(1.0, 1000.0), (1000.0, 1.0), (1000.0, 1000.0)])
+def test_other_units_of_features_or_targets_move_nobody(units, clustered):
+    """Units of the last client's features, targets or both times 1000; slopes vary, and no effects are named."""
+    rng = np.random.default_rng(104)
+    truth = 0.5 * rng.normal(size=(12, 4)) + np.array([1.0, -1.0, 0.5, 2.0])
+    truth += np.repeat(rng.normal(size=(3, 4)), 4, 0) if clustered else 0.0
+    xs = [rng.normal(size=(60, 3)) for _ in truth]
+    ys = [x @ t[:3] + t[3] + 0.4 * rng.normal(size=60) for x, t in zip(xs, truth, strict=True)]
+    clusters = [0] * 4 + [1] * 4 + [2] * 4 if clustered else None
+
+    def error(xs, ys):
+        """Root mean squared error of the first eleven on new rows."""
+        model = models.linear(intercept=True)
+        fed = Federation.from_arrays([x[:20] for x in xs], [y[:20] for y in ys], model, clusters=clusters)
+        grouping = "known" if clustered else "one"
+        run = fit(fed, make("hierarchical", grouping=grouping), rounds=1, evaluate_every=0)
+        left = [
+            np.c_[x[20:], np.ones(40)] @ run.personal[i].numpy() - y[20:]
+            for i, (x, y) in enumerate(zip(xs[:11], ys, strict=False))
+        ]
+        return np.sqrt(np.mean(np.square(left)))
+
+    clean = error(xs, ys)
+    assert error([*xs[:-1], units[0] * xs[-1]], [*ys[:-1], units[1] * ys[-1]]) < 1.05 * clean
+
+
 def test_settings_that_do_not_fit():
     xs, ys = world("logistic", 1, clients=4)
     with pytest.raises(SettingError, match="no feature"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tomllib
 import types
@@ -319,6 +320,35 @@ def test_a_measure_may_bring_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert pages == ["a-1-loss.html", "a-3-loss.html"]
     page = (tmp_path / "out" / "plots" / "a-1-loss.html").read_text()
     assert "Down it goes" in page and "loss against floats" in page and "slow" in page
+
+
+def test_plots_name_their_axes_and_show_numbers_without_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve = {"split": "mean", "metric": "distance", "x": "rows per client", "rounds": [1, 5]}
+    path = tmp_path / "measured.toml"
+    path.write_text(
+        MEASURED + '[[rows]]\nlabel = "one"\nrun = "a"\nmetric = "x"\npaper = 2.5\ntolerance = 2\n'
+    )
+    offer(
+        monkeypatch,
+        a=lambda experiment, seed: {"x": 1, "curve": {**curve, "values": [2.0 + seed, 1.0]}},
+        b=lambda experiment, seed: {"x": 2},
+    )
+    drawn = run(path)._plot()
+    assert (drawn.layout.xaxis.title.text, drawn.layout.yaxis.title.text) == (
+        "rows per client",
+        "mean distance",
+    )
+    assert [trace.name for trace in drawn.data] == ["a"]
+    assert list(drawn.data[0].error_y.array) == [pytest.approx(2**0.5), 0.0]  # seeds 1 and 3
+    shutil.rmtree(tmp_path / "out")
+    offer(monkeypatch, a=lambda experiment, seed: {"x": seed}, b=lambda experiment, seed: {"x": 2})
+    found = run(path)
+    drawn = found._plot()
+    assert drawn.layout.xaxis.title.text and drawn.layout.yaxis.title.text
+    assert list(drawn.data[0].x) == [result.ours for result in found.results] == [2.0]
+    assert list(drawn.data[1].x) == [2.5]
 
 
 @pytest.mark.parametrize(
