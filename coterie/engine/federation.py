@@ -452,7 +452,7 @@ class Federation:
             asked = asked[answer.good]
             if answer.away is None:
                 named = {name: value[answer.good] for name, value in named.items()}
-        sizes = self.sizes if asked is self.everyone else self.sizes[asked]
+        sizes = self.sizes if asked is self.everyone else self.sizes.index_select(0, asked)
         if held is not None:
             return self._summed(algorithm, phase, link, asked, sizes, held)
 
