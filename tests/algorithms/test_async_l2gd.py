@@ -207,6 +207,7 @@ def test_the_run_is_the_recursion_of_the_paper():
     assert (run.personal - u).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_from_theory_minimises_the_expected_smoothness():
     """Both cases of Corollary 3.6, and the one coin, against a grid over (p0, p)."""
     for gamma, alpha in ((1.0, 0.2), (2.0, 0.5), (0.3, 0.9), (5.0, 0.05)):

@@ -22,6 +22,7 @@ def scheduled(here, **settings):
     return Scheduled(0.05, 0.5, 0.05, **{**PRINTED, "sampling": "all"}, batch=0, **settings)
 
 
+@pytest.mark.slow
 def test_a_newcomer_starts_from_its_collaborators_weighted():
     fed = bowls((4, 4))
     early = [0, 1, 2, 4, 5, 6]

@@ -126,6 +126,7 @@ def test_softmax_of_two_classes_integrates_like_logistic():
     assert (a.hessian[:, 1:, 1:] - b.hessian).abs().max() < 1e-12
 
 
+@pytest.mark.quick("logistic")
 @pytest.mark.parametrize("kind", ["logistic", "ordinal"])
 def test_one_by_one_and_in_stacks(kind):
     """Clients one by one, of different sizes, give the same model; extras such as cut points are shared."""

@@ -206,6 +206,7 @@ class TestInABrowser:
         assert "<script>" in page.locator(".problem").inner_text()
         assert page.locator("#nodes img, #notes img").count() == 0 and "owned" not in page.title()
 
+    @pytest.mark.quick("390-dark")
     @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (390, "light"), (390, "dark")])
     def test_it_fits_and_has_two_themes(self, visit: Any, width: int, scheme: str) -> None:
         page = visit(width, scheme)
@@ -215,6 +216,7 @@ class TestInABrowser:
         if "COTERIE_SHOTS" in os.environ:
             page.screenshot(path=f"{os.environ['COTERIE_SHOTS']}/live-{width}-{scheme}.png", full_page=True)
 
+    @pytest.mark.slow
     def test_it_says_when_the_server_is_gone(self, visit: Any) -> None:
         page = visit()
         page.route("**/live.json*", lambda route: route.fulfill(status=503, body=""))

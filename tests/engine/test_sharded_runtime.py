@@ -61,6 +61,7 @@ def test_a_packed_message_is_the_message():
     assert found["one row"].stride(0) == 0
 
 
+@pytest.mark.quick("fedavg-glm", "ditto-glm", "cobo-glm", "ditto-cnn", "fedavg-resnet")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_four_workers_train_what_one_process_trains(method, model):
@@ -73,6 +74,7 @@ def test_four_workers_train_what_one_process_trains(method, model):
     assert four.score("test", "accuracy").equal(one.score("test", "accuracy"))
 
 
+@pytest.mark.quick("glm")
 @pytest.mark.parametrize("model", ["glm", "cnn"])
 def test_exact_runs_have_the_same_bits_for_any_number_of_workers(model):
     fed, algorithm = federation(model), make("ditto", **METHODS["ditto"])

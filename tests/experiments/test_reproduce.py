@@ -340,6 +340,7 @@ def test_measure_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs.measure("plugin.part:other")
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_failing_job_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, capfd: pytest.CaptureFixture[str]

@@ -252,6 +252,7 @@ def test_a_metric_chooses_settings_and_rounds_and_is_reported(patients):
     assert [t.run.algorithm for t in by_loss.trials] != [t.run.algorithm for t in result.trials]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as when the page is written
 def test_a_comparison_by_a_metric_is_written_and_reported(patients, tmp_path):
     compare(patients, algorithms=[], seeds=2, rounds=4, budget=1, metric="auc", out=tmp_path / "c")
@@ -265,6 +266,7 @@ def test_a_comparison_by_a_metric_is_written_and_reported(patients, tmp_path):
     assert {run.metric for run in both["runs"]} == {"accuracy"}, "what both have recorded"
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_defined_for_anybody_is_said(patients):
     one_class = Federation.from_arrays(
         [torch.randn(20, 2)] * 3, [torch.zeros(20).long()] * 3, models.logistic(), split=(0.5, 0.25, 0.25)

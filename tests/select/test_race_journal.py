@@ -62,6 +62,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint.Clock, "due", lambda self, t: True)
 
 
+@pytest.mark.slow
 def test_an_interrupted_race_ends_with_the_same_bytes(tmp_path: Path) -> None:
     whole = Watch()
     run = raced(tmp_path / "whole", whole)
