@@ -283,6 +283,7 @@ def test_averages_may_be_reused_when_weights_are_equal():
     assert (uneven.means(talked)[0] - middle).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_single_cluster_and_independent_clusters():
     """alpha = 1 forgets the clusters; alpha = 0 (lambda = 0) is each cluster by itself, and needs no p0."""
     fed, one = federation(), federation(clusters=torch.zeros(N, dtype=torch.long))

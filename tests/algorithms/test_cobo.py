@@ -91,6 +91,7 @@ def test_q1_equals_a_plain_loop(domain):
     torch.testing.assert_close(fast.weights, w, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [pytest.param("all", marks=pytest.mark.slow), "constant"])
 def test_q2_without_noise_the_clusters_are_found_exactly(sampling):
     fed = bowls((4, 4, 4, 4))

@@ -36,6 +36,7 @@ def test_a_newcomer_starts_from_its_collaborators_weighted():
     assert torch.equal(states[-1].weights, block_weights(fed))
 
 
+@pytest.mark.slow
 def test_who_leaves_finds_its_row_and_model_again():
     fed = bowls((4, 4))
     method = scheduled(lambda t: list(range(8)) if not 100 < t <= 400 else list(range(7)))

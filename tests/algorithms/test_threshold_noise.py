@@ -87,6 +87,7 @@ def test_the_reference_is_the_published_one():
     assert true_clusters() == pytest.approx(0.0054, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [{"rule": "size"}, pytest.param({"rule": "fixed", "tau": 3.0}, marks=pytest.mark.slow)]
 )

@@ -200,6 +200,7 @@ class TestInABrowser:
         page.select_option("#runs", "fedavg-2")
         self.expect(page, "#what", "failed")
 
+    @pytest.mark.slow
     def test_texts_of_nodes_stay_texts(self, visit: Any) -> None:
         page = visit()
         assert "<img src=x" in page.locator("#notes").inner_text()

@@ -61,7 +61,7 @@ def test_a_packed_message_is_the_message():
     assert found["one row"].stride(0) == 0
 
 
-@pytest.mark.quick("fedavg-glm", "ditto-glm", "cobo-glm", "ditto-cnn", "fedavg-resnet")
+@pytest.mark.quick("fedavg-glm", "ditto-glm", "cobo-glm", "ditto-cnn")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_four_workers_train_what_one_process_trains(method, model):

@@ -110,6 +110,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     monkeypatch.setitem(sys.modules, "coterie.pretended", module)
 
 
+@pytest.mark.slow
 def test_shipped_experiments_are_listed_and_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = spec.experiments()
     found = dict(listed)

@@ -119,6 +119,7 @@ def summary(kind, seeds):
     return found
 
 
+@pytest.mark.quick("few")
 @pytest.mark.parametrize("kind", [pytest.param("middling", marks=pytest.mark.slow), "wide", "few"])
 def test_a_few_random_worlds(kind):
     found = summary(kind, range(900, 904))

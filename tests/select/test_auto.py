@@ -228,6 +228,7 @@ def test_few_rows_are_held_out_in_turn() -> None:
     assert choice.rows[0]["validation_loss"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_method_that_stops_by_itself_stops_by_the_mean_over_divisions() -> None:
     fed = Federation.from_table(steps_table(rows=200), "site", "y", model=models.trees(60, 4))
     one = Entrant(make("trees", lr=0.5, leaves=4))

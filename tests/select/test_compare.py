@@ -110,6 +110,7 @@ def test_given_settings_are_not_tuned():
         compare(fed, algorithms=[], rounds=1, settings={"cobo": {"rho": 1}})
 
 
+@pytest.mark.slow
 def test_hierarchical_needs_no_known_clusters():
     xs = [torch.randn(30, 2, dtype=torch.float64) for _ in range(3)]
     fed = Federation.from_arrays(xs, [x.sum(1) for x in xs], models.linear(), split=(0.6, 0.2, 0.2))
@@ -221,6 +222,7 @@ def patients():
     )
 
 
+@pytest.mark.slow
 def test_a_metric_chooses_settings_and_rounds_and_is_reported(patients):
     """On validation rows settings, round and method; on test rows what is told. A one-class client has no AUC."""
     result = compare(patients, algorithms=["ditto"], rounds=10, budget=4, metric="auc", folds=1)

@@ -108,6 +108,7 @@ def test_networks_race_where_rows_are_enough_and_classes_count_alike(monkeypatch
     assert auto_networks.with_network(fed, None) is None
 
 
+@pytest.mark.slow
 def test_another_race_does_not_go_on_from_it(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         raced(tmp_path / "run", Watch(5))
