@@ -28,7 +28,7 @@ from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
 from coterie.engine.sums import AwayReplies, Held, SummedReplies, Total
-from coterie.engine.sums import Clients as HeldBy
+from coterie.engine.sums import HeldByClients as HeldBy
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 

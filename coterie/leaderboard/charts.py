@@ -74,7 +74,7 @@ def critical_difference(
 
 
 @dataclass(frozen=True)
-class Point:
+class CostPoint:
     """A method in a plot of two costs."""
 
     name: str
@@ -82,7 +82,7 @@ class Point:
     y: float
 
 
-def front(points: Sequence[Point], x: str, y: str, *, log: bool = False, higher: bool = False) -> str:
+def front(points: Sequence[CostPoint], x: str, y: str, *, log: bool = False, higher: bool = False) -> str:
     """Plot methods by two criteria and mark those that no other beats in both.
 
     Parameters

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.theory.hierarchical import times
-from coterie.theory.quadrature import Rule
+from coterie.theory.quadrature import QuadratureRule
 
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 MOST_STEPS = 30  # to the mode of a client's effects; three or four are usual
@@ -22,7 +22,7 @@ _HALVINGS = 12
 
 
 @dataclass(frozen=True)
-class Rows:
+class LikelihoodRows:
     """The rows of clients, as a likelihood sees them.
 
     Parameters
@@ -181,7 +181,7 @@ class Marginal:
     hessian: Tensor
 
 
-def find_mode(rows: Rows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode:
+def find_mode(rows: LikelihoodRows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode:
     """Minimise loss(w + L u) + |u|^2 / 2 over u by Newton steps that never raise it.
 
     Parameters
@@ -254,7 +254,7 @@ def find_mode(rows: Rows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode
 
 
 def marginal(
-    rows: Rows, structure: Structure, mode: Mode, centre: Tensor, psi: Tensor, rule: Rule
+    rows: LikelihoodRows, structure: Structure, mode: Mode, centre: Tensor, psi: Tensor, rule: QuadratureRule
 ) -> Marginal:
     """Integrate over a client's effects around their mode (adaptive quadrature), with derivatives in (w, psi).
 
@@ -318,7 +318,9 @@ def marginal(
     return Marginal(value + log_volume, gradient, outer - bend)
 
 
-def _bend(rows: Rows, structure: Structure, points: Tensor, shares: Tensor, second: Tensor) -> Tensor:
+def _bend(
+    rows: LikelihoodRows, structure: Structure, points: Tensor, shares: Tensor, second: Tensor
+) -> Tensor:
     """Return the mean over points of the second derivative of the loss in (w, psi), [..., d + p, d + p]."""
     design, entries = rows.design, structure.at[structure.row]
     curved = second.flatten(-3)  # [..., K, S S B]

@@ -20,7 +20,7 @@ _FLAT = 1e-9  # curvatures below this share of the largest say nothing
 
 
 @dataclass(frozen=True)
-class Point:
+class ModelPoint:
     """Parameters of the model.
 
     Parameters
@@ -55,13 +55,13 @@ class Point:
         root = self.between.sqrt()
         return torch.where(root > 0, (self.centres - self.common) / root.where(root > 0, 1.0), 0.0)
 
-    def towards(self, other: Point, share: float) -> Point:
+    def towards(self, other: ModelPoint, share: float) -> ModelPoint:
         """Return the point at a share of the way to another."""
 
         def mix(a: Tensor, b: Tensor) -> Tensor:
             return a + share * (b - a)
 
-        return Point(
+        return ModelPoint(
             mix(self.common, other.common),
             mix(self.centres, other.centres),
             mix(self.psi, other.psi),
@@ -70,7 +70,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Step:
+class NewtonStep:
     """What the clients' answers at a point say.
 
     Parameters
@@ -98,20 +98,20 @@ class Step:
 
     value: float
     gain: float
-    target: Point
+    target: ModelPoint
     certainty: Tensor
     information: Tensor
 
 
 def newton_step(
-    point: Point,
+    point: ModelPoint,
     found: Marginal,
     clusters: Tensor,
     structure: Structure,
     largest: Tensor,
     *,
     restricted: bool = False,
-) -> Step:
+) -> NewtonStep:
     """Return the value at a point and the Newton step from it.
 
     Parameters
@@ -195,9 +195,9 @@ def newton_step(
     moved = solved[..., -1] - times(solved[..., :-1], step)
     common = point.common + step[:d]
     centres = common + root * (own + limit * moved)
-    target = Point(common, centres, point.psi + step[d:].view(levels, p), point.between)
+    target = ModelPoint(common, centres, point.psi + step[d:].view(levels, p), point.between)
     sure = certainty(curved, torch.arange(k, device=curved.device), root.square().expand(k, d))
-    return Step(value, gain, target, sure, schur)
+    return NewtonStep(value, gain, target, sure, schur)
 
 
 def _widened(gradient: Tensor, matrix: Tensor, d: int, p: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def _widened(gradient: Tensor, matrix: Tensor, d: int, p: int) -> tuple[Tensor, 
 
 
 def _correction(
-    point: Point, found: Marginal, clusters: Tensor, structure: Structure, cover: Tensor
+    point: ModelPoint, found: Marginal, clusters: Tensor, structure: Structure, cover: Tensor
 ) -> Tensor:
     """Return the derivative in (w, psi) of -1/2 log det of the precision of the centres.
 

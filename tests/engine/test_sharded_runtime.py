@@ -204,4 +204,4 @@ def test_the_place_of_a_process_is_read_from_slurm(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**told, "SLURM_JOB_NODELIST": "gpu[07-09]"}.items():
         monkeypatch.setenv(name, value)
-    assert workers._place("slurm") == workers.Place(3, 8, 2, "gpu07", 29400 + 711)
+    assert workers._place("slurm") == workers.ProcessPlace(3, 8, 2, "gpu07", 29400 + 711)
