@@ -103,7 +103,7 @@ def front(points: Sequence[CostPoint], x: str, y: str, *, log: bool = False, hig
 
     Examples
     --------
-    >>> drawn = front([Point("a", 0.0, 0.9), Point("b", 2.0, 0.8)], "MB", "accuracy", log=True, higher=True)
+    >>> drawn = front([CostPoint("a", 0.0, 0.9), CostPoint("b", 2.0, 0.8)], "MB", "accuracy", log=True, higher=True)
     >>> drawn.count('class="front"')
     1
     """

@@ -30,8 +30,8 @@ class EstimateMoments:
 
     Examples
     --------
-    >>> from coterie.theory.flix_bounds import Moments
-    >>> Moments(A=1.0, B=2.0, C=0.5, rho=0.5).penalised
+    >>> from coterie.theory.flix_bounds import EstimateMoments
+    >>> EstimateMoments(A=1.0, B=2.0, C=0.5, rho=0.5).penalised
     3.0
     """
 
@@ -72,7 +72,7 @@ def dcgd_moments(mixture: Mixture, omega: float | Tensor, grads: Tensor) -> Esti
     >>> from coterie.theory import flix, flix_bounds
     >>> mixture = flix.Mixture.equal(1.0, torch.tensor([4.0, 4.0]), torch.ones(2))
     >>> flix_bounds.dcgd_moments(mixture, omega=1.0, grads=torch.ones(2, 3))
-    Moments(A=8.0, B=0.0, C=0.0, D=3.0, rho=1.0)
+    EstimateMoments(A=8.0, B=0.0, C=0.0, D=3.0, rho=1.0)
     """
     return EstimateMoments(
         A=mixture.L + 2.0 * mixture.noisiest(omega) / mixture.n,
@@ -102,7 +102,7 @@ def diana_moments(mixture: Mixture, omega: float | Tensor) -> EstimateMoments:
     >>> import torch
     >>> from coterie.theory import flix, flix_bounds
     >>> flix_bounds.diana_moments(flix.Mixture.equal(1.0, torch.tensor([4.0, 4.0]), torch.ones(2)), 1.0)
-    Moments(A=8.0, B=2.0, C=1.0, D=0.0, rho=0.5)
+    EstimateMoments(A=8.0, B=2.0, C=1.0, D=0.0, rho=0.5)
     """
     betas = diana_beta(torch.as_tensor(omega, dtype=torch.float64))
     return EstimateMoments(

@@ -37,9 +37,9 @@ class ModelPoint:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.marginal_newton import Point
-    >>> here = Point(torch.zeros(1), torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
-    >>> there = Point(torch.ones(1), torch.tensor([[0.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
+    >>> from coterie.theory.marginal_newton import ModelPoint
+    >>> here = ModelPoint(torch.zeros(1), torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
+    >>> there = ModelPoint(torch.ones(1), torch.tensor([[0.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
     >>> here.own.tolist(), here.towards(there, 0.5).centres.tolist()
     ([[-1.0], [1.0]], [[-1.0], [2.0]])
     """
@@ -89,9 +89,9 @@ class NewtonStep:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.marginal_newton import Point, Step
-    >>> target = Point(torch.ones(1), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1))
-    >>> step = Step(-3.0, 0.5, target, torch.eye(1).unsqueeze(0), torch.diag(torch.tensor([4.0, 16.0])))
+    >>> from coterie.theory.marginal_newton import ModelPoint, NewtonStep
+    >>> target = ModelPoint(torch.ones(1), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1))
+    >>> step = NewtonStep(-3.0, 0.5, target, torch.eye(1).unsqueeze(0), torch.diag(torch.tensor([4.0, 16.0])))
     >>> step.information.inverse().diagonal().sqrt().tolist()  # standard errors of w and psi
     [0.5, 0.25]
     """
@@ -139,16 +139,16 @@ def newton_step(
     Two clients with one row each, at 0 and at 4, and noise 1: the likelihood is largest at w = 2, 1 + psi^2 = 4.
 
     >>> import torch
-    >>> from coterie.theory.marginal import Rows, Structure, find_mode, marginal
-    >>> from coterie.theory.marginal_newton import Point, newton_step
+    >>> from coterie.theory.marginal import LikelihoodRows, Structure, find_mode, marginal
+    >>> from coterie.theory.marginal_newton import ModelPoint, newton_step
     >>> from coterie.theory.quadrature import rule
     >>> y = torch.tensor([0.0, 4.0]).double()
     >>> def squared(scores):
     ...     left = scores - y.view(2, *[1] * (scores.dim() - 1))
     ...     return left.square().sum(-2) / 2, left, torch.ones_like(left).unsqueeze(-3)
-    >>> rows = Rows(torch.ones(2, 1, 1, 1).double(), torch.ones(2, 1).double(), squared)
+    >>> rows = LikelihoodRows(torch.ones(2, 1, 1, 1).double(), torch.ones(2, 1).double(), squared)
     >>> structure, one, none = Structure.of(torch.tensor([0])), torch.ones(1).double(), torch.zeros(1).double()
-    >>> point = Point(none, none.view(1, 1), one.view(1, 1), none)
+    >>> point = ModelPoint(none, none.view(1, 1), one.view(1, 1), none)
     >>> for _ in range(8):
     ...     centre, psi = point.centres.expand(2, 1), point.psi.expand(2, 1)
     ...     mode = find_mode(rows, centre, structure.factor(psi), torch.zeros(2, 1).double())
