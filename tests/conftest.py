@@ -26,6 +26,13 @@ hypothesis.settings.register_profile("coterie", deadline=None, derandomize="CI" 
 hypothesis.settings.load_profile("coterie")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the cases of a test that `@pytest.mark.quick` does not name as slow."""
+    quick = item.get_closest_marker("quick")
+    if quick is not None and isinstance(item, pytest.Function) and item.callspec.id not in quick.args:
+        item.add_marker("slow")
+
+
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Bytes by their number: packed ones hold the time, and all processes must give a test one name."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None

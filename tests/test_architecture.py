@@ -234,3 +234,11 @@ def test_pages_link_to_the_map() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         assert "docs/architecture.md" in (ROOT / page).read_text(encoding="utf-8"), page
     assert "architecture.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_one_class_name_is_one_class() -> None:
+    found: dict[str, list[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.M):
+            found.setdefault(name, []).append(str(file.relative_to(PACKAGE)))
+    assert not {name: files for name, files in found.items() if len(files) > 1}

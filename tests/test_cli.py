@@ -263,6 +263,7 @@ class TestFit:
         refused = command("fit", *HEART, "--model", "mlp", "--class-weights", "balanced", "--out", no)
         assert refused.code == 2 and "no class weights" in refused.err
 
+    @pytest.mark.slow
     def test_progress_is_on_standard_error_and_only_on_terminals(self, tmp_path: Path) -> None:
         arguments = [*HEART, "--rounds", "5", "--out", str(tmp_path / "run")]
         screen, terminal = pty.openpty()

@@ -27,6 +27,9 @@ SHORT = {
 }
 SLOW = {
     "reproduce.md",
+    "metrics.md",
+    "models.md",
+    "coming-from.md",
     "tutorial.md",
     "auto.md",
     "choose.md",

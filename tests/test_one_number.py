@@ -23,6 +23,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.quick("division0")
 @pytest.mark.parametrize("division", [("--folds", 3), ("--seeds", 2), ()])
 def test_a_comparison_tells_the_same_everywhere(
     command: Command, tmp_path: Path, division: tuple[Any, ...]

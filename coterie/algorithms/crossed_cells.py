@@ -17,7 +17,7 @@ FIXED, UNUSED = -1, -2  # kinds of coefficients beside those of grouping columns
 
 
 @dataclass(frozen=True)
-class Layout:
+class CrossedLayout:
     """Which coefficients belong to which grouping column of a table.
 
     Parameters
@@ -47,7 +47,7 @@ class Layout:
         return torch.cat([(self.kinds == k).nonzero().squeeze(-1) for k in range(len(self.names))])
 
 
-def layout(fed: Federation) -> Layout | None:
+def layout(fed: Federation) -> CrossedLayout | None:
     """Return the grouping columns of a federation from a table, or None if it has none."""
     if fed.table is None or not fed.table.preprocessor.spec.groups:
         return None
@@ -61,10 +61,10 @@ def layout(fed: Federation) -> Layout | None:
             kinds[place : place + choice.width] = UNUSED
             kinds[place : place + len(choice.levels)] = names.index(choice.name)
         place += choice.width
-    return Layout(names, kinds) if names else None
+    return CrossedLayout(names, kinds) if names else None
 
 
-def cell_sums(replies: Replies, at: Layout) -> CellSums:
+def cell_sums(replies: Replies, at: CrossedLayout) -> CellSums:
     """Return what clients sent from `cells`."""
     p, k, values = len(at.fixed), len(at.names), replies.values.double().cpu()
     xx, xy, rest, cells = values.split([p * p, p, 4, values.shape[1] - p * p - p - 4], 1)
@@ -124,7 +124,7 @@ def settled_effects(client: Client, model: Tensor, centre: Tensor, spread: Tenso
     return centre + client.over_rows(part, packed, reduce=False).to(centre.dtype)
 
 
-def sums_by_cell(at: Layout, x: Tensor, on: Tensor, sums: Tensor, width: int) -> Tensor:
+def sums_by_cell(at: CrossedLayout, x: Tensor, on: Tensor, sums: Tensor, width: int) -> Tensor:
     """Return levels and sums [..., width, K + s] of the cells of each client, flat; a row without a level has -1."""
     key, codes = torch.zeros(on.shape, dtype=torch.long, device=x.device), []
     for k, size in enumerate(at.sizes):

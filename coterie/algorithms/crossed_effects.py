@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.crossed_cells import (
-    Layout,
+    CrossedLayout,
     cell_sums,
     layout,
     plain_model,
@@ -77,7 +77,7 @@ class CrossedEffects:
         fit = self._least_squares if fed.model.has_statistics else self._laplace
         return fit(fed, s, found)
 
-    def _least_squares(self, fed: Federation, s: State, at: Layout) -> State:
+    def _least_squares(self, fed: Federation, s: State, at: CrossedLayout) -> State:
         """Maximise the exact likelihood from one message of every client, and send the effects back."""
         replies = self.ask(fed, s, at)
         if not len(replies):
@@ -100,7 +100,7 @@ class CrossedEffects:
         placed = fed.map(self.adjust, centre=s.x, spread=s.within[0], noise=s.noise)
         return s.replace(done=len(replies) == len(placed) == fed.n)
 
-    def _best_model(self, fed: Federation, at: Layout, sums: CellSums) -> tuple[Crossed, Tensor]:
+    def _best_model(self, fed: Federation, at: CrossedLayout, sums: CellSums) -> tuple[Crossed, Tensor]:
         """Return the likelihood and its best point; effects = "auto" takes what has the smallest AIC."""
         scores = []
         for groups in self._candidates(fed, at):
@@ -110,7 +110,7 @@ class CrossedEffects:
         _, model, point = min(scores, key=lambda one: one[0])
         return model, model.sharpened(point)
 
-    def _candidates(self, fed: Federation, at: Layout) -> list[Tensor]:
+    def _candidates(self, fed: Federation, at: CrossedLayout) -> list[Tensor]:
         """Return which variance each common coefficient may have between clients, [p] for each possibility."""
         mask = fed.model.groups["intercept"].cpu()
         intercept = mask if bool(mask.any()) else None
@@ -125,7 +125,7 @@ class CrossedEffects:
         found = [_numbered(pattern(name, fed.d, intercept)[at.fixed]) for name in names]
         return found[:1] if len(at.fixed) == 1 else found
 
-    def _laplace(self, fed: Federation, s: State, at: Layout) -> State:
+    def _laplace(self, fed: Federation, s: State, at: CrossedLayout) -> State:
         """Maximise Laplace's approximation of the likelihood; every evaluation finds the mode of all effects."""
         groups = self._candidates(fed, at)[0]
         search = ModeSearch(self, fed, s, at, groups)
@@ -145,7 +145,7 @@ class CrossedEffects:
             done=len(search.replies) == fed.n,
         )
 
-    def ask(self, fed: Federation, s: State, at: Layout) -> Replies:
+    def ask(self, fed: Federation, s: State, at: CrossedLayout) -> Replies:
         """Ask clients for their sums over cells, around their present models."""
         width = min(int(fed.rows["train"].max()), prod(size + 1 for size in at.sizes))
         kinds = at.kinds.to(fed.device, fed.dtype)
@@ -157,7 +157,7 @@ class CrossedEffects:
         Weights and targets are those of the quadratic around the client's model: one and y for least squares.
         """
         d, kinds = centre.shape[-1], kinds.reshape(-1, kinds.shape[-1])[0].long()
-        at = Layout(tuple(map(str, range(int(kinds.max()) + 1))), kinds)
+        at = CrossedLayout(tuple(map(str, range(int(kinds.max()) + 1))), kinds)
         model = plain_model(client)
         away = client.keep.model - centre
         pull = torch.where(spread > 0, away.square() / spread.where(spread > 0, 1.0), 0.0).sum(

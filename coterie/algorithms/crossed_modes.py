@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coterie.algorithms.crossed_cells import Layout, cell_sums
+from coterie.algorithms.crossed_cells import CrossedLayout, cell_sums
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
@@ -23,7 +23,7 @@ _SHORTEST = 1e-3  # share of a step that is tried
 class Phases(Protocol):
     """What the search asks of the method."""
 
-    def ask(self, fed: Federation, s: State, at: Layout) -> Replies:
+    def ask(self, fed: Federation, s: State, at: CrossedLayout) -> Replies:
         """Return the clients' sums over cells."""
 
     def adjust(self, client: Client, centre: Tensor, spread: Tensor, noise: float) -> None:
@@ -36,7 +36,7 @@ class Phases(Protocol):
 class ModeSearch:
     """Laplace's approximation at given variances, by Newton rounds of all clients."""
 
-    def __init__(self, method: Phases, fed: Federation, s: State, at: Layout, groups: Tensor) -> None:
+    def __init__(self, method: Phases, fed: Federation, s: State, at: CrossedLayout, groups: Tensor) -> None:
         self.method, self.fed, self.s, self.at, self.groups = method, fed, s, at, groups
         self.replies = method.ask(fed, s, at)
         self.first = self._model() if len(self.replies) else None
@@ -90,13 +90,13 @@ class ModeSearch:
         return float(2 * losses + pulls + own + (model.ridge * x[self.at.fixed].square()).sum())
 
 
-def filled(fed: Federation, at: Layout, common: Tensor, effect: Tensor) -> Tensor:
+def filled(fed: Federation, at: CrossedLayout, common: Tensor, effect: Tensor) -> Tensor:
     """Return the model of common coefficients and effects of levels, [d]."""
     x = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, at.fixed, common)
     return x.index_copy(0, at.grouped, effect).to(fed.device, fed.dtype)
 
 
-def ridge(fed: Federation, at: Layout, rows: Tensor) -> Tensor:
+def ridge(fed: Federation, at: CrossedLayout, rows: Tensor) -> Tensor:
     """Return the model's penalty on the common coefficients, summed over rows, [p]."""
     assert isinstance(fed.model, Glm)
     strength = fed.model.l2 * float(rows.sum() if fed.model.reduction == "mean" else len(rows))

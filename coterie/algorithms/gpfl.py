@@ -85,7 +85,7 @@ class GPFL(Algorithm):
         return (share.unsqueeze(-2) @ embeddings).squeeze(-2), embeddings.mean(-2), embeddings
 
     def _slope(
-        self, parts: Parts, model: Model, given: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor
+        self, parts: ModelParts, model: Model, given: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor
     ) -> Tensor:
         """Return the gradient of the loss in the model without its valve, the embeddings and the valve's layers."""
         x, embeddings, layers, personal, generic, first = given.split(
@@ -144,7 +144,7 @@ class GPFL(Algorithm):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """Where body, valve and head are in a model's parameters, and the sizes of what travels beside the body."""
 
     body: Part
@@ -181,8 +181,8 @@ class Parts:
 
 
 @functools.lru_cache(maxsize=16)
-def _parts(model: Model, method: str) -> Parts:
+def _parts(model: Model, method: str) -> ModelParts:
     """Return the parts of a model; raise `SettingError` if it has no valve or no last layer with biases."""
     valve, layer = valve_of(model, method), last_linear(model, method)
     body = Part(~(valve.mask | layer.whole.mask))
-    return Parts(body, valve, layer.whole, model.d, model.classes_known, layer.width)
+    return ModelParts(body, valve, layer.whole, model.d, model.classes_known, layer.width)

@@ -13,8 +13,8 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.glm import Glm
-from coterie.theory.marginal import Marginal, Rows, Structure, find_mode, marginal
-from coterie.theory.marginal_newton import Point, Step, newton_step
+from coterie.theory.marginal import LikelihoodRows, Marginal, Structure, find_mode, marginal
+from coterie.theory.marginal_newton import ModelPoint, NewtonStep, newton_step
 from coterie.theory.mixed_likelihood import maximum_likelihood
 from coterie.theory.quadrature import MOST_DIMENSIONS, rule
 from coterie.theory.variance_components import Components, Sums
@@ -64,7 +64,7 @@ class MarginalEffects:
     def marginal_round(self, fed: Federation, s: State, clusters: Tensor, restricted: bool) -> State:
         """Ask clients for their marginal likelihoods, and move the centres and variances by a Newton step."""
         structure = self.structure(s.groups)
-        here = Point(s.x.double(), s.centres.double(), s.psi, s.between.double())
+        here = ModelPoint(s.x.double(), s.centres.double(), s.psi, s.between.double())
         replies = fed.map(self.contribute, each=self.sent(s, clusters), groups=s.groups, link=self.link)
         if not len(replies):
             return s
@@ -73,7 +73,7 @@ class MarginalEffects:
         step = newton_step(here, found, mine, structure, largest, restricted=restricted)
         whole = len(replies) == fed.n
         if whole and step.value < s.height - _WORSE and "base_psi" in s:
-            base = Point(s.base_x, s.base_centres, s.base_psi, here.between)
+            base = ModelPoint(s.base_x, s.base_centres, s.base_psi, here.between)
             return self._moved(fed, s, base.towards(here, 0.25), clusters)
         settled = whole and step.gain < _SETTLED * (1 + abs(step.value) * 1e-3)
         s = s.replace(
@@ -93,8 +93,14 @@ class MarginalEffects:
         return self._moved(fed, s, target, clusters)
 
     def _between(
-        self, here: Point, found: Marginal, clusters: Tensor, step: Step, s: State, restricted: bool
-    ) -> Point:
+        self,
+        here: ModelPoint,
+        found: Marginal,
+        clusters: Tensor,
+        step: NewtonStep,
+        s: State,
+        restricted: bool,
+    ) -> ModelPoint:
         """Return the step's target with variances of the centres that fit what clusters say about theirs."""
         k, d = here.centres.shape
         h = torch.zeros(k, d, d, dtype=torch.float64, device=here.common.device)
@@ -105,9 +111,9 @@ class MarginalEffects:
         near = Components(1.0, here.between.expand(1, d), torch.zeros_like(here.between))
         sums = Sums(h, right, none, none, one, 1)
         got = maximum_likelihood(sums, s.groups.long(), noise=1.0, restricted=restricted, near=near)
-        return Point(step.target.common, step.target.centres, step.target.psi, got.within[0])
+        return ModelPoint(step.target.common, step.target.centres, step.target.psi, got.within[0])
 
-    def _moved(self, fed: Federation, s: State, point: Point, clusters: Tensor) -> State:
+    def _moved(self, fed: Federation, s: State, point: ModelPoint, clusters: Tensor) -> State:
         """Move clients and server to a point."""
         structure = self.structure(s.groups)
         root = structure.factor(point.psi)
@@ -155,7 +161,7 @@ class MarginalEffects:
 
         def part(packed: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
             w, psi, t, size = packed.split([d, p, d, 1], -1)
-            rows = Rows(
+            rows = LikelihoodRows(
                 model.design(x.double()),
                 weight.double() * size,
                 lambda z: model.row_derivatives(z, _like(y, z, x)),

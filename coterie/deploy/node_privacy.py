@@ -24,7 +24,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.noise import Noise, fingerprint
 from coterie.engine.privacy import NoiseScale, Privacy, private_sum
-from coterie.engine.sums import Clients, SumRequest
+from coterie.engine.sums import HeldByClients, SumRequest
 from coterie.train.private import KEY, forget_secret, new_secret, row_privacy
 
 SPENT = "privacy.json"
@@ -91,7 +91,7 @@ class NodePrivacy:
                 self._save()
             self.rows.counts = True
 
-    def total(self, place: Clients, request: SumRequest, among: int) -> Tensor:
+    def total(self, place: HeldByClients, request: SumRequest, among: int) -> Tensor:
         """Return the noisy sum of this node's clients, with its part of the noise."""
         call = place.call
         name = fingerprint("sum", call.phase, call.round, call.call, request.name, request.clip)

@@ -26,7 +26,7 @@ from coterie.deploy.messages import under
 from coterie.deploy.node_masks import SLOTS, Message, NodeMasks, context, keys_only, signed
 from coterie.deploy.transport import Envelope, NodeCaller
 from coterie.engine.protocol import Call, FederatedAlgorithm
-from coterie.engine.sums import Clients, SumRequest, Total
+from coterie.engine.sums import HeldByClients, SumRequest, Total
 
 if TYPE_CHECKING:
     from coterie.deploy.node_privacy import NodePrivacy
@@ -58,7 +58,7 @@ class NodeSums:
         privacy: NodePrivacy | None = None,
     ) -> None:
         self.runtime, self.algorithm, self.masks, self.privacy = runtime, algorithm, masks, privacy
-        self._held: Clients | None = None
+        self._held: HeldByClients | None = None
         self._summed: set[str | None] = set()
 
     @classmethod
@@ -95,7 +95,7 @@ class NodeSums:
         at = sent["at"]
         rows = self.runtime.train.size[at].unsqueeze(-1).double()
         good = reply[1].get("good")
-        self._held = Clients(under("value.", reply[1]), self.runtime.ids[at], rows, call, good)
+        self._held = HeldByClients(under("value.", reply[1]), self.runtime.ids[at], rows, call, good)
         self._summed = set()
         return reply[0], {} if good is None else {"good": good}
 
@@ -120,7 +120,7 @@ class NodeSums:
             return shape, {"total": total}
         return shape, {"total": self.masks.masked(header, total, weight)}
 
-    def _total(self, place: Clients, request: SumRequest) -> tuple[Tensor, float]:
+    def _total(self, place: HeldByClients, request: SumRequest) -> tuple[Tensor, float]:
         """Return the sums of this node's clients as one vector, and their weight."""
         if self.privacy is not None and self.privacy.settings.unit == "client":
             if self.masks is None or request.clip <= 0:

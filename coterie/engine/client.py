@@ -46,9 +46,8 @@ class Client:
         threads: int = 1,
         optimizer: str = "sgd",
     ) -> None:
-        self._runtime, self._at, self._make_keys, self._batch = runtime, at, keys, batch
-        self._keys: Tensor | None = None
-        self.batches = ClientBatches(runtime, at, lambda: self.keys, batch)
+        self._runtime, self._at, self._batch = runtime, at, batch
+        self.batches = ClientBatches(runtime, at, keys, batch)
         self.encoder = encoder or Encoder()
         self.optimizer = optimizer  # of `sgd`
         self.threads = threads  # that compute parts of this stack
@@ -62,9 +61,7 @@ class Client:
     @property
     def keys(self) -> Tensor:
         """Coordinates of this visit, hashed when the first random number is asked for."""
-        if self._keys is None:
-            self._keys = self._make_keys()
-        return self._keys
+        return self.batches.keys
 
     @functools.cached_property
     def _statistics(self) -> tuple[Tensor, ...] | None:

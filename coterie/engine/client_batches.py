@@ -28,11 +28,19 @@ class ClientBatches:
     def __init__(
         self, runtime: LocalRuntime, at: Tensor | None, keys: Callable[[], Tensor], size: int
     ) -> None:
-        self.size, self._runtime, self._at, self._keys = size, runtime, at, keys
-        self.prefetched: Callable[[str, range, int], Drawn | None] | None = None
+        self.size, self._runtime, self._at, self._make_keys = size, runtime, at, keys
+        self._keys: Tensor | None = None
+        self.prefetched: Callable[[str, range, int], tuple[Tensor, ...] | None] | None = None
         self._taken: dict[str, int] = {}  # steps taken so far, by stream
         self._last: tuple[str, int, Batch] | None = None
         self._ahead: tuple[str, range, Drawn] | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys [k] of the visits, hashed when they are first asked for."""
+        if self._keys is None:
+            self._keys = self._make_keys()
+        return self._keys
 
     def next(self, stream: str, again: bool = False) -> Batch:
         """Return the next minibatch of a stream, or `again` the last, which is not drawn twice."""
@@ -55,7 +63,7 @@ class ClientBatches:
         self._taken[stream] = self._taken.get(stream, 0) + steps
 
     def _keys_of(self, stream: str) -> Tensor:
-        return randomness.fold(self._keys(), stream) if stream else self._keys()
+        return randomness.fold(self.keys, stream) if stream else self.keys
 
     def _drawn_ahead(self, stream: str, number: int) -> Drawn:
         """Rows, weights and keys of a step's minibatch; after the first step those of several are drawn at once."""

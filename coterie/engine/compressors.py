@@ -88,7 +88,7 @@ class Compressor:
 
 
 @dataclass(frozen=True)
-class Identity(Compressor):
+class NoCompression(Compressor):
     """Send everything: C(x) = x; omega = 0, d floats."""
 
     def __str__(self) -> str:
@@ -365,7 +365,7 @@ def compressor(text: str | Compressor) -> Compressor:
     if isinstance(text, Compressor):
         return text
     simple: dict[str, Compressor] = {
-        str(one): one for one in (Identity(), Natural(), Sign(), Sign(feedback=False))
+        str(one): one for one in (NoCompression(), Natural(), Sign(), Sign(feedback=False))
     }
     if text in simple:
         return simple[text]

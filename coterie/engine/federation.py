@@ -28,7 +28,7 @@ from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
 from coterie.engine.sums import AwayReplies, Held, SummedReplies, Total, started_from
-from coterie.engine.sums import Clients as HeldBy
+from coterie.engine.sums import HeldByClients as HeldBy
 from coterie.models.base import Model
 from coterie.models.metrics import LOSS, Metric, main_metric, row_values
 
@@ -454,7 +454,7 @@ class Federation:
             asked, origin = asked[answer.good], None if origin is None else origin[answer.good]
             if answer.away is None:
                 named = {name: value[answer.good] for name, value in named.items()}
-        sizes = self.sizes if asked is self.everyone else self.sizes[asked]
+        sizes = self.sizes if asked is self.everyone else self.sizes.index_select(0, asked)
         if held is not None:
             return self._summed(algorithm, phase, link, asked, sizes, held)
 

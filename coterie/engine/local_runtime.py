@@ -244,9 +244,16 @@ class LocalRuntime(Runtime):
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
     ) -> Iterator[tuple[Tensor | None, Client, Any]]:
         """Yield what `visit` gives for each stack, in their order, some of them computed side by side."""
-        in_parts = self._in_parts(call, visits)
-        stacks = self._stacks(call, visits, self.workers if in_parts else 1)
-        if in_parts or self.workers == 1 or not self._draws(call.algorithm.batch):
+        batch = call.algorithm.batch
+        count = len(self.ids if visits.at is None else visits.at)
+        step = 1 if self.loop else self.stack_size(batch)
+        # parts of one stack, where a phase allows them: threads meet less often than with a stack for each
+        in_parts = self.workers > 1 and 0 < count <= step and self._splits(batch)
+        side_by_side = self.workers > 1 and not in_parts and self._draws(batch)
+        if side_by_side:
+            step = max(1, min(step, math.ceil(count / self.workers)))
+        stacks = self._stacks(call, visits, count, step, self.workers if in_parts else 1)
+        if not side_by_side:
             for at, client, rows in stacks:
                 yield at, client, visit(client, rows)
             return
@@ -291,55 +298,45 @@ class LocalRuntime(Runtime):
 
         return self.run(call, visits, welcome, lasting=False, then=score)
 
-    def _in_parts(self, call: Call, visits: Visits) -> bool:
-        """Whether workers may compute parts of one stack: they meet less often than with a stack for each."""
-        count = (self.ids if visits.at is None else visits.at).shape[0]
-        return (
-            self.workers > 1
-            and self._splits(call.algorithm.batch)
-            and 0 < count <= self.stack_size(call.algorithm.batch)
-        )
-
     def _stacks(
-        self, call: Call, visits: Visits, threads: int = 1
+        self, call: Call, visits: Visits, count: int, step: int, threads: int
     ) -> Iterator[tuple[Tensor | None, Client, slice | int]]:
-        """Yield the visits as stacks that fit into memory, one by one, or as one stack for several threads."""
-
-        @functools.cache
-        def keys() -> Tensor:
-            return visit_keys(
-                self.seed, call, self.ids if visits.at is None else self.ids[visits.at], visits.nth
-            )
-
-        def client(at: Tensor | None, rows: slice | int) -> Client:
-            encoder = Encoder(call.compress, call.phase)
-            made = Client(
-                self, at, lambda: keys()[rows], call.algorithm.batch, encoder, threads, _optimizer(call)
-            )
-            stays: frozenset[str] = getattr(call.algorithm, "stays", frozenset())
-            if self.private is not None and call.phase != "deploy" and call.phase not in stays:
-                made.private, made.stays = self.private, stays
-                made.use = f"{call.phase} {call.round} {call.call}"
-            return made
-
-        count = (self.ids if visits.at is None else visits.at).shape[0]
-        step = 1 if self.loop else self.stack_size(call.algorithm.batch)
-        if self._draws(call.algorithm.batch) and self.workers > threads:
-            keys()  # so that no two workers make them
-            step = min(step, math.ceil(count / self.workers))
-        stacks = max(1, math.ceil(count / step))
-        step = max(1, math.ceil(count / stacks))  # equal stacks: nobody waits for a longer one
+        """Yield `count` visits as stacks of at most `step`, one by one, or as one stack for several threads."""
         if count <= step and not self.loop:
-            stack = client(visits.at, slice(None))
+            stack = self._client(call, visits.at, functools.partial(self._keys, call, visits), threads)
             stack.whole = True
             if self.device.type == "cpu":
                 stack.batches.prefetched = functools.partial(self.draws.of, call, visits)
             yield visits.at, stack, slice(None)
             return
+        stacks = max(1, math.ceil(count / step))
+        step = max(1, math.ceil(count / stacks))  # equal stacks: nobody waits for a longer one
         everyone = torch.arange(count, device=self.device) if visits.at is None else visits.at
+        keys = functools.cache(functools.partial(self._keys, call, visits))
+        if self.workers > threads:
+            keys()  # so that no two workers make them
         for first in range(0, count, step):
             rows = first if self.loop else slice(first, first + step)
-            yield everyone[rows], client(everyone[rows], rows), rows
+            at, own_keys = everyone[rows], functools.partial(lambda rows: keys()[rows], rows)
+            yield at, self._client(call, at, own_keys, threads), rows
+
+    def _keys(self, call: Call, visits: Visits) -> Tensor:
+        """Return the hash keys of all visits of a call, [k]."""
+        if self.device.type == "cpu":
+            return self.draws.keys(call, visits)
+        return visit_keys(self.seed, call, self.ids if visits.at is None else self.ids[visits.at], visits.nth)
+
+    def _client(self, call: Call, at: Tensor | None, keys: Callable[[], Tensor], threads: int) -> Client:
+        """Return a stack of clients for a call."""
+        algorithm = call.algorithm
+        encoder = Encoder(call.compress, call.phase)
+        made = Client(self, at, keys, algorithm.batch, encoder, threads, _optimizer(call))
+        if self.private is not None:
+            stays: frozenset[str] = getattr(algorithm, "stays", frozenset())
+            if call.phase != "deploy" and call.phase not in stays:
+                made.private, made.stays = self.private, stays
+                made.use = f"{call.phase} {call.round} {call.call}"
+        return made
 
     def stack_size(self, batch: int) -> int:
         """Return how many clients are stacked at once."""

@@ -21,7 +21,7 @@ from coterie._core.errors import SettingError
 from coterie.engine import accounting
 from coterie.engine.noise import Noise, fingerprint
 from coterie.engine.protocol import Call
-from coterie.engine.sums import Clients, Held, SumRequest, SumsOnly, Total
+from coterie.engine.sums import Held, HeldByClients, SumRequest, SumsOnly, Total
 
 UNITS = ("client", "row")
 CLIP = 1.0  # first clip norm
@@ -175,7 +175,7 @@ class NoiseScale:
 
 
 def private_sum(
-    place: Clients, request: SumRequest, scale: NoiseScale, noise: Noise, among: float = 1.0
+    place: HeldByClients, request: SumRequest, scale: NoiseScale, noise: Noise, among: float = 1.0
 ) -> Tensor:
     """Return the noisy sum of the clipped differences of the clients of one place, as one vector.
 
@@ -212,7 +212,7 @@ def private_sum(
     return flat + drawn
 
 
-def origins(place: Clients, request: SumRequest) -> Tensor:
+def origins(place: HeldByClients, request: SumRequest) -> Tensor:
     """Return the sums of what clients started from, [K, length], which the server knows."""
     return (place.members(request) * place.weights(request).t()) @ place.origin(request)
 
@@ -231,7 +231,7 @@ class PrivateHeld:
         Secret noise of the run.
     """
 
-    place: Clients
+    place: HeldByClients
     privacy: ClientPrivacy
     noise: Noise
 
@@ -277,5 +277,5 @@ class NoisyNodes:
         call = replace(self.call, each={name: value[where] for name, value in self.call.each.items()})
         empty = torch.zeros(len(where), *total.values.shape[1:], dtype=torch.float64)
         named = {} if request.name is None else {request.name: empty}
-        place = Clients(named, self.asked[where], torch.ones(len(where), 1), call)
+        place = HeldByClients(named, self.asked[where], torch.ones(len(where), 1), call)
         return self.privacy.finish(phase, request, total, origins(place, request))

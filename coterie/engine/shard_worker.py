@@ -22,7 +22,7 @@ from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Visits
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.shards import Node, tree_nodes, tree_sum
-from coterie.engine.sums import Clients, SumRequest
+from coterie.engine.sums import HeldByClients, SumRequest
 from coterie.models.base import Model
 from coterie.models.description import CUSTOM, description, from_description
 from coterie.models.fast.lazy_models import LazyModels, materialize
@@ -91,7 +91,7 @@ class ShardWorker:
         self.device = "cpu"
         self.shards: dict[int, Shard] = {}
         self.algorithms: dict[str, FederatedAlgorithm] = {}
-        self._held: dict[int, tuple[Shard, list[tuple[int, Clients]]]] = {}
+        self._held: dict[int, tuple[Shard, list[tuple[int, HeldByClients]]]] = {}
         self.torch_threads, self.hands = torch.get_num_threads(), 1
 
     def answer(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
@@ -173,7 +173,7 @@ class ShardWorker:
             parts.append((answer, own_visits))
             ids = runtime.ids if own_visits.at is None else runtime.ids[own_visits.at]
             size = runtime.train.size if own_visits.at is None else runtime.train.size[own_visits.at]
-            held.append((block, Clients(answer.named, ids, size.unsqueeze(-1), own, answer.good)))
+            held.append((block, HeldByClients(answer.named, ids, size.unsqueeze(-1), own, answer.good)))
         reply: dict[str, Any] = {
             "values": {
                 name: [str(value.dtype).removeprefix("torch."), list(value.shape[1:])]
@@ -383,7 +383,7 @@ def algorithm_key(name: str, settings: dict[str, Any]) -> str:
     return json.dumps([name, settings], sort_keys=True)
 
 
-def summed(clients: Clients, request: SumRequest) -> Tensor:
+def summed(clients: HeldByClients, request: SumRequest) -> Tensor:
     """Return sums of weights and of weighted answers, float64 [K, 1 + length]."""
     share = clients.members(request) * clients.weights(request).t()
     weights = share.sum(-1, keepdim=True)

@@ -52,7 +52,9 @@ class ShardedRuntime(Runtime):
         self.crew, self.home, self.shards, self.number = crew, home, shards, number
         self.processes = "any number" if crew.exact else len(crew)
         ids = torch.arange(len(shards.place))
-        self._everybody = Split(ids, torch.cat(shards.ids), torch.tensor([len(own) for own in shards.ids]))
+        self._everybody = SplitVisits(
+            ids, torch.cat(shards.ids), torch.tensor([len(own) for own in shards.ids])
+        )
         weakref.finalize(self, crew.forgotten_shards.append, number)
 
     @classmethod
@@ -250,16 +252,16 @@ class ShardedRuntime(Runtime):
         message: Message = {"kind": kind, "shard": self.number, **header}, {}
         return [answer for answer in self.crew.ask([message] * len(self.crew)) if answer is not None]
 
-    def _split(self, visits: Visits) -> Split:
+    def _split(self, visits: Visits) -> SplitVisits:
         """Return how visits are divided among blocks."""
         if visits.at is None:
             return self._everybody
         ids = visits.at.cpu()
         places = self.shards.place[ids]
         counts = torch.bincount(places, minlength=len(self.shards.ids))
-        return Split(ids, torch.argsort(places, stable=True), counts)
+        return SplitVisits(ids, torch.argsort(places, stable=True), counts)
 
-    def _parts(self, split: Split) -> list[Tensor]:
+    def _parts(self, split: SplitVisits) -> list[Tensor]:
         """Return the visits of each worker, in its own order."""
         ends = [0, *split.counts.cumsum(0).tolist()]
         cuts = [self.shards.cuts(k) for k in range(len(self.crew))]
@@ -267,7 +269,7 @@ class ShardedRuntime(Runtime):
 
     def _visit(
         self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None, *, what: str, **more: Any
-    ) -> tuple[Split, list[Message | None]]:
+    ) -> tuple[SplitVisits, list[Message | None]]:
         """Send every worker its visits; return how they are divided, and the answers."""
         algorithm: Any = call.algorithm
         settings = algorithm.settings()
@@ -291,17 +293,17 @@ class ShardedRuntime(Runtime):
             messages.append(({**header, **extra, "counts": counts}, tensors) if len(part) else None)
         return split, self.crew.ask(messages)
 
-    def _values(self, split: Split, answers: list[Message | None]) -> Answer:
+    def _values(self, split: SplitVisits, answers: list[Message | None]) -> Answer:
         values = [under("value.", answer[1]) for answer in answers if answer is not None]
         named = {name: self._put(split, [value[name] for value in values]) for name in values[0]}
         return Answer(named, self._good(split, answers))
 
-    def _put(self, split: Split, parts: list[Tensor]) -> Tensor:
+    def _put(self, split: SplitVisits, parts: list[Tensor]) -> Tensor:
         """Return rows of all workers in the order of the visits."""
         found = joined([part.to(self.home.device) for part in parts])
         return found if split.in_order else broadcast.index(found, split.back.to(self.home.device))
 
-    def _good(self, split: Split, answers: list[Message | None]) -> Tensor | None:
+    def _good(self, split: SplitVisits, answers: list[Message | None]) -> Tensor | None:
         """Return which visits were answered with finite numbers, in their order; None: all."""
         if all(answer is None or "good" not in answer[1] for answer in answers):
             return None
@@ -326,7 +328,7 @@ def _padded(parts: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitVisits:
     """How the visits of a call are divided among blocks of clients.
 
     Attributes
@@ -372,7 +374,7 @@ class HeldAway:
 
     runtime: ShardedRuntime
     hold: int
-    split: Split
+    split: SplitVisits
     good: Tensor | None
     _fetched: dict[str, Tensor] = field(default_factory=dict)
 

@@ -214,7 +214,7 @@ class AwayReplies(SummedReplies):
 
 
 @dataclass(frozen=True)
-class Clients:
+class HeldByClients:
     """Answers of the clients of one place to one call, and what they were sent.
 
     Parameters
@@ -288,7 +288,7 @@ def started_from(call: Call, count: int) -> Tensor | None:
     return shared.expand(count, *shared.shape)
 
 
-def plain_total(place: Clients, request: SumRequest) -> Total:
+def plain_total(place: HeldByClients, request: SumRequest) -> Total:
     """Return the exact sum of the answers of one place."""
     share = place.members(request) * place.weights(request).t()
     values = (share @ place.values(request)).view(request.count, *place.shape(request))

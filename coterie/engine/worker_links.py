@@ -24,7 +24,7 @@ class WorkerLost(CoterieError):
     """A worker of a sharded simulation has died."""
 
 
-class Link(Protocol):
+class WorkerLink(Protocol):
     """The way to one worker."""
 
     def send(self, message: Message) -> int:
@@ -164,7 +164,7 @@ def answered(worker: ShardWorker, message: Message) -> Message:
         return {"error": [type(problem).__name__, str(problem)]}, {}
 
 
-def serve(worker: ShardWorker, link: Link) -> None:
+def serve(worker: ShardWorker, link: WorkerLink) -> None:
     """Answer messages until the server closes the link or dies."""
     while True:
         try:
@@ -203,7 +203,9 @@ class Crew:
         Seconds of processor time of each worker's phases, the one in this process first.
     """
 
-    def __init__(self, own: ShardWorker, links: Sequence[Link], exact: bool = False, here: int = 1) -> None:
+    def __init__(
+        self, own: ShardWorker, links: Sequence[WorkerLink], exact: bool = False, here: int = 1
+    ) -> None:
         self.own, self.links, self.exact, self.here = own, list(links), exact, here
         self.idle = True  # nobody owes an answer
         self.sent, self.received = [0] * len(links), [0] * len(links)

@@ -33,7 +33,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Step:
+class StackedRuns:
     """All runs after `round` rounds: deployed model x, f~ and squared gradient norm there, [runs, ...]."""
 
     round: int
@@ -59,7 +59,7 @@ class Stack:
 
     def run(
         self, solver: str, lanes: Sequence[Lane], x0: Tensor, rounds: int, every: int = 10
-    ) -> Iterator[Step]:
+    ) -> Iterator[StackedRuns]:
         """Run DCGD or DIANA (with shifts started at the gradients) from x0, with step sizes from theory.
 
         Without strong convexity, runs that compress take a quarter of the step and deploy the mean of the iterates.
@@ -77,7 +77,9 @@ class Stack:
             if t % every == 0 or t == rounds:
                 deployed = np.where(flat, mean, x)
                 gradients = self._gradients(alpha, deployed) if flat.any() else g
-                yield Step(t, deployed.T, self.losses(alpha, deployed), np.square(gradients.mean(0)).sum(0))
+                yield StackedRuns(
+                    t, deployed.T, self.losses(alpha, deployed), np.square(gradients.mean(0)).sum(0)
+                )
             if t == rounds:
                 return
             mask = self._rank(solver, t + 1)[:, :, None] < kept

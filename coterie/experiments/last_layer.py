@@ -50,7 +50,7 @@ class Dimensions:
 
 
 @dataclass(frozen=True)
-class Found:
+class Repeat:
     """One repeat: test accuracy in percent by rounds, and by epochs of fine-tuning."""
 
     curves: dict[str, Curve]
@@ -88,7 +88,7 @@ def last_layer(experiment: Experiment, seed: int) -> Table:
     return found
 
 
-def _with_larger_steps(fed: Federation, size: Dimensions, base: Found) -> Table:
+def _with_larger_steps(fed: Federation, size: Dimensions, base: Repeat) -> Table:
     """Train pFedMe with larger steps than the paper's grid for a quarter of the rounds, to see if steps limit it."""
     t = min(base.curves["ftfa"], key=lambda place: abs(place - size.rounds // 4))
     larger = _best_of_pfedme(fed, size, PROXIMAL_LARGER)
@@ -100,7 +100,7 @@ def _with_larger_steps(fed: Federation, size: Dimensions, base: Found) -> Table:
     }
 
 
-def _summary(runs: dict[tuple[int, int], Found], size: Dimensions) -> Table:
+def _summary(runs: dict[tuple[int, int], Repeat], size: Dimensions) -> Table:
     """Return best, average and worst over seeds and over splits, the gains of fine-tuning, and the claims."""
     groups = {
         "seeds": [run for (split, _), run in runs.items() if split == 0],
@@ -146,7 +146,7 @@ def _summary(runs: dict[tuple[int, int], Found], size: Dimensions) -> Table:
     return found
 
 
-def _learned(fed: Federation, size: Dimensions, chosen: dict[str, Algorithm]) -> Found:
+def _learned(fed: Federation, size: Dimensions, chosen: dict[str, Algorithm]) -> Repeat:
     """Train every method with its settings; methods that fine-tune FedAvg share its training run."""
     trained: dict[Algorithm, dict[int, State]] = {}
 
@@ -165,7 +165,7 @@ def _learned(fed: Federation, size: Dimensions, chosen: dict[str, Algorithm]) ->
         if name != "fedavg":
             last = states(algorithm)[marks[-1]]
             steps[name] = {p: _accuracy(fed, _tuned_for(algorithm, p), last, "test") for p in EPOCHS}
-    return Found({name: curves[name] for name in METHODS}, steps)
+    return Repeat({name: curves[name] for name in METHODS}, steps)
 
 
 def _chosen(fed: Federation, size: Dimensions) -> dict[str, Algorithm]:
@@ -269,7 +269,7 @@ def _federation(data: Features, split: int, draw: int) -> Federation:
     return fed.fresh(seed=draw)
 
 
-def _plot(runs: dict[tuple[int, int], Found]) -> Table:
+def _plot(runs: dict[tuple[int, int], Repeat]) -> Table:
     """Return the panels of accuracy by rounds and by epochs of fine-tuning, averaged over the repeats."""
 
     def mean(curves: list[Curve]) -> list[list[float]]:

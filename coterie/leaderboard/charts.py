@@ -74,7 +74,7 @@ def critical_difference(
 
 
 @dataclass(frozen=True)
-class Point:
+class CostPoint:
     """A method in a plot of two costs."""
 
     name: str
@@ -82,7 +82,7 @@ class Point:
     y: float
 
 
-def front(points: Sequence[Point], x: str, y: str, *, log: bool = False, higher: bool = False) -> str:
+def front(points: Sequence[CostPoint], x: str, y: str, *, log: bool = False, higher: bool = False) -> str:
     """Plot methods by two criteria and mark those that no other beats in both.
 
     Parameters
@@ -103,7 +103,7 @@ def front(points: Sequence[Point], x: str, y: str, *, log: bool = False, higher:
 
     Examples
     --------
-    >>> drawn = front([Point("a", 0.0, 0.9), Point("b", 2.0, 0.8)], "MB", "accuracy", log=True, higher=True)
+    >>> drawn = front([CostPoint("a", 0.0, 0.9), CostPoint("b", 2.0, 0.8)], "MB", "accuracy", log=True, higher=True)
     >>> drawn.count('class="front"')
     1
     """

@@ -93,8 +93,8 @@ def _overall_fronts(result: dict[str, Any]) -> list[str]:
     """Draw error relative to training alone against bytes, and against the error of the worst-served clients."""
     known = [one for one in result["overall"] if one["complete"] and one["error_ratio"] is not None]
     error = "error relative to training alone"
-    by_bytes = [charts.Point(one["method"], one["mb"], one["error_ratio"]) for one in known]
-    fair = [charts.Point(one["method"], one["worst_ratio"], one["error_ratio"]) for one in known]
+    by_bytes = [charts.CostPoint(one["method"], one["mb"], one["error_ratio"]) for one in known]
+    fair = [charts.CostPoint(one["method"], one["worst_ratio"], one["error_ratio"]) for one in known]
     return [
         charts.front(by_bytes, "megabytes, mean over data sets", error, log=True),
         charts.front(fair, "the same for the worst-served tenth of the clients", error),
@@ -107,8 +107,8 @@ def _fronts(result: dict[str, Any], card: dict[str, Any]) -> list[str]:
     if not mine:
         return []
     metric = find(mine[0]["metric"])
-    by_bytes = [charts.Point(line["method"], line["mb"], line["mean"]) for line in mine]
-    fair = [charts.Point(line["method"], line["worst_decile"], line["mean"]) for line in mine]
+    by_bytes = [charts.CostPoint(line["method"], line["mb"], line["mean"]) for line in mine]
+    fair = [charts.CostPoint(line["method"], line["worst_decile"], line["mean"]) for line in mine]
     title = f"test {metric.name}, mean over clients"
     return [
         charts.front(by_bytes, "megabytes, up and down", title, log=True, higher=metric.higher_is_better),

@@ -111,7 +111,7 @@ def slopes(z: Tensor, y: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Curvature:
+class RiskCurvature:
     """Second derivatives of the weighted sum of `row_losses` at given scores.
 
     Parameters
@@ -132,7 +132,7 @@ class Curvature:
     expected: Tensor
 
     @classmethod
-    def at(cls, z: Tensor, y: Tensor, weight: Tensor) -> Curvature:
+    def at(cls, z: Tensor, y: Tensor, weight: Tensor) -> RiskCurvature:
         """Return the curvature at scores z [..., B]."""
         sets = RiskSets.of(y, weight)
         z = sets.sort(z)

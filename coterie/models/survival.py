@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie._core.errors import DataError
 from coterie.models.glm import Glm
 from coterie.models.metrics import Metric, ScoredRows
-from coterie.models.risk_sets import Curvature, RiskSets, row_losses, slopes
+from coterie.models.risk_sets import RiskCurvature, RiskSets, row_losses, slopes
 from coterie.models.targets import check_column
 
 
@@ -64,11 +64,11 @@ class Cox(Glm):
         return (slope.unsqueeze(-2) @ x).squeeze(-2) + self.l2 * w
 
     def hvp(self, w: Tensor, v: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        bent = self.scale * Curvature.at(self._z(w, x), y, weight).bend(self._z(v, x))
+        bent = self.scale * RiskCurvature.at(self._z(w, x), y, weight).bend(self._z(v, x))
         return (bent.unsqueeze(-2) @ x).squeeze(-2) + self.l2 * v
 
     def hessian(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        matrix = self.scale * Curvature.at(self._z(w, x), y, weight).matrix(x)
+        matrix = self.scale * RiskCurvature.at(self._z(w, x), y, weight).matrix(x)
         matrix.diagonal(dim1=-2, dim2=-1).add_(self.l2)
         return matrix
 

@@ -46,7 +46,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestSplits:
     """The best split of each node: its gain, the split without its parent, and the sums on the left, [nodes, ...]."""
 
     gain: Tensor
@@ -72,7 +72,7 @@ def _score(first: Tensor, second: Tensor, smoothing: float) -> Tensor:
     return first.square().div_((second + smoothing).clamp_(min=torch.finfo(first.dtype).tiny))
 
 
-def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> Best:
+def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> BestSplits:
     """Return the best split of each node.
 
     Parameters
@@ -130,7 +130,7 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
     chosen_codes = (ranks > place.unsqueeze(-1)) & (codes < MOST_LEVELS)
     bits = torch.where(chosen_codes, torch.exp2(codes.double()), 0.0).sum(-1)
     threshold = torch.where(rules.categorical[feature], bits, place.double())
-    return Best(gain, feature, threshold, missing, chosen)
+    return BestSplits(gain, feature, threshold, missing, chosen)
 
 
 class Growth:
@@ -212,7 +212,7 @@ class Growth:
         """Return the values of the leaves, [trees, leaves]."""
         return value(self.sums, self.rules.smoothing, self.low, self.high)
 
-    def _split(self, tree: int, leaf: int, best: Best, k: int, total: Tensor) -> tuple[int, int]:
+    def _split(self, tree: int, leaf: int, best: BestSplits, k: int, total: Tensor) -> tuple[int, int]:
         """Split a leaf; return the child to be asked for, and its sibling."""
         fresh, feature = self.count[tree], int(best.feature[k])
         self.count[tree] += 1

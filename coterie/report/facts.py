@@ -16,7 +16,7 @@ from coterie._core.errors import RunError
 from coterie.engine.ledger import Ledger
 from coterie.models.metrics import LOSS, TASKS, lookup, main_metric
 from coterie.train.folder import RESULT, RunFolder
-from coterie.train.roster import Roster
+from coterie.train.roster import RunRoster
 from coterie.train.save import TEST_ROWS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class RunFacts:
     environment: dict[str, Any]
     result: dict[str, Any]
     names: list[str]
-    roster: Roster | None
+    roster: RunRoster | None
     metrics: polars.DataFrame
     ledger: polars.DataFrame
     metric: str
@@ -346,7 +346,7 @@ def _read(folder: RunFolder) -> RunFacts:
     mains = (main_metric(task).name for task in TASKS)
     main = next((name for name in mains if name in recorded), "accuracy")
     metric = main if lookup(asked) is None else asked
-    roster = Roster.load(path)
+    roster = RunRoster.load(path)
     names = files.read_json(path / "models" / "model.json")["clients"] if roster is None else roster.names
     found = RunFacts(
         folder=path,

@@ -25,7 +25,7 @@ from coterie.models.table_models import table_model
 from coterie.models.trees import Trees
 from coterie.select.advice import Advice, algorithm
 from coterie.select.advise import advise
-from coterie.select.auto_ensemble import Mixture, find_mixture
+from coterie.select.auto_ensemble import Finalists, find_mixture
 from coterie.select.auto_explain import reasons
 from coterie.select.auto_guard import who_keeps_its_own
 from coterie.select.auto_networks import NETWORK, TASKS, on_network, with_network
@@ -90,7 +90,7 @@ class Choice:
     rows: list[dict[str, Any]] = field(repr=False)
     advice: Advice | None = field(default=None, repr=False)
     together: bool = False
-    mixture: Mixture | None = field(default=None, repr=False)
+    mixture: Finalists | None = field(default=None, repr=False)
     held_out: HeldOutRows | None = field(default=None, repr=False)
 
     @property

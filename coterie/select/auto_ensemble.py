@@ -27,7 +27,7 @@ LEAST_GAIN = 0.005  # of the loss of the best one alone, which an ensemble has t
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EntrantPredictions:
     """Predictions of entrants for the same rows held out.
 
     Attributes
@@ -47,7 +47,7 @@ class HeldOut:
     part: Tensor
 
     @classmethod
-    def of(cls, task: str, entrants: list[Entrant]) -> HeldOut:
+    def of(cls, task: str, entrants: list[Entrant]) -> EntrantPredictions:
         """Collect what entrants say about the rows held out."""
         found = [entrant.predictions() for entrant in entrants]
         _, y, client, part = found[0]
@@ -119,7 +119,7 @@ class HeldOut:
 
 
 @dataclass
-class Mixture:
+class Finalists:
     """Finalists, their weights, and what rows held out say.
 
     Attributes
@@ -163,7 +163,7 @@ class Mixture:
         return blended(fed, Blend(runs, self.shared, self.weights, best.title))
 
 
-def find_mixture(race: Race, winner: Entrant, guard: bool) -> Mixture | None:
+def find_mixture(race: Race, winner: Entrant, guard: bool) -> Finalists | None:
     """Return the weighted mean of finalists, or None if it saves less than half a percent of the best one's loss.
 
     Weights are chosen greedily on the rows held out, for all clients together; how much each client's own rows tilt
@@ -177,7 +177,7 @@ def find_mixture(race: Race, winner: Entrant, guard: bool) -> Mixture | None:
     entrants = list({id(one): one for one in [winner, *ranked[:MOST]]}.values())
     if len(entrants) < 2:
         return None
-    found = HeldOut.of(fed.model.task, entrants)
+    found = EntrantPredictions.of(fed.model.task, entrants)
     values, y = found.values, found.numbers
     loss, best_loss = found.cross_fitted_losses(fed.n)
     shared = greedy_weights(values, y)
@@ -196,7 +196,7 @@ def find_mixture(race: Race, winner: Entrant, guard: bool) -> Mixture | None:
     means = dict.fromkeys([metric, choosing_metric(race.judge, fed.model), race.metric])
     rows = {one.name: found.by_row(scores, one, fed.unit_of(one)) for one in means if one.is_mean}
     held_out = HeldOutRows(found.client, {name: torch.from_numpy(value) for name, value in rows.items()})
-    mixture = Mixture(members, shared, weights, strength > 0, loss, best_loss, None, [], held_out)
+    mixture = Finalists(members, shared, weights, strength > 0, loss, best_loss, None, [], held_out)
     if alone is not None:
         other = alone.held_out_rows([metric])
         assert other is not None
@@ -210,7 +210,7 @@ def find_mixture(race: Race, winner: Entrant, guard: bool) -> Mixture | None:
     return mixture
 
 
-def _keep_own(mixture: Mixture, alone: Entrant) -> None:
+def _keep_own(mixture: Finalists, alone: Entrant) -> None:
     """Give clients for whom training alone is better with a probability of at least 0.8 that model alone."""
     assert mixture.verdict is not None
     mixture.own = harmed(mixture.verdict)

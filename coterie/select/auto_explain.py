@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from coterie.algorithms import Algorithm
 from coterie.select.advice import Advice
-from coterie.select.auto_ensemble import Mixture
+from coterie.select.auto_ensemble import Finalists
 from coterie.select.auto_race import Race, clearly
 from coterie.select.entrant import Entrant
 from coterie.select.guard import kept_sentence
 
 
 def reasons(
-    race: Race, winner: Entrant, advice: Advice | None, mixture: Mixture | None = None
+    race: Race, winner: Entrant, advice: Advice | None, mixture: Finalists | None = None
 ) -> tuple[list[str], bool]:
     """Say why the winner won; return the sentences and whether its gain over training alone is more than chance.
 
@@ -58,7 +58,7 @@ def reasons(
     return lines, verdict.sign > 0
 
 
-def mixture_sentence(mixture: Mixture, race: Race) -> str:
+def mixture_sentence(mixture: Finalists, race: Race) -> str:
     """Say what is averaged, and what that saves."""
     pairs = zip(mixture.members, mixture.shared.tolist(), strict=True)
     told = " + ".join(f"{share:.2f} {one.title}" for one, share in pairs if share)

@@ -18,7 +18,7 @@ from coterie.theory.flix_steps import dcgd_step, diana_beta, diana_step
 
 
 @dataclass(frozen=True)
-class Moments:
+class EstimateMoments:
     """Constants of an estimate g of the gradient of f~, in terms of gap = f~(x) - min f~.
 
     E|g|^2 <= 2 A gap + B sigma^2 + D, and the next sigma^2 is at most (1 - rho) sigma^2 + 2 C gap in expectation.
@@ -30,8 +30,8 @@ class Moments:
 
     Examples
     --------
-    >>> from coterie.theory.flix_bounds import Moments
-    >>> Moments(A=1.0, B=2.0, C=0.5, rho=0.5).penalised
+    >>> from coterie.theory.flix_bounds import EstimateMoments
+    >>> EstimateMoments(A=1.0, B=2.0, C=0.5, rho=0.5).penalised
     3.0
     """
 
@@ -47,7 +47,7 @@ class Moments:
         return self.A + self.B * self.C / self.rho
 
 
-def dcgd_moments(mixture: Mixture, omega: float | Tensor, grads: Tensor) -> Moments:
+def dcgd_moments(mixture: Mixture, omega: float | Tensor, grads: Tensor) -> EstimateMoments:
     """Return the constants of DCGD.
 
     A = L_alpha + 2 max_i(omega_i alpha_i^2 L_i) / n and D = 2 sum omega_i |G_i(x*)|^2 / n^2.
@@ -72,15 +72,15 @@ def dcgd_moments(mixture: Mixture, omega: float | Tensor, grads: Tensor) -> Mome
     >>> from coterie.theory import flix, flix_bounds
     >>> mixture = flix.Mixture.equal(1.0, torch.tensor([4.0, 4.0]), torch.ones(2))
     >>> flix_bounds.dcgd_moments(mixture, omega=1.0, grads=torch.ones(2, 3))
-    Moments(A=8.0, B=0.0, C=0.0, D=3.0, rho=1.0)
+    EstimateMoments(A=8.0, B=0.0, C=0.0, D=3.0, rho=1.0)
     """
-    return Moments(
+    return EstimateMoments(
         A=mixture.L + 2.0 * mixture.noisiest(omega) / mixture.n,
         D=2.0 * float((grads.double().square().sum(-1) * omega).mean()) / mixture.n,
     )
 
 
-def diana_moments(mixture: Mixture, omega: float | Tensor) -> Moments:
+def diana_moments(mixture: Mixture, omega: float | Tensor) -> EstimateMoments:
     """Return the constants of DIANA, with sigma^2 = sum omega_i |h_i - G_i(x*)|^2 / n^2.
 
     A is DCGD's, B = 2, rho = min_i beta_i and C = max_i(beta_i omega_i alpha_i^2 L_i) / n.
@@ -102,10 +102,10 @@ def diana_moments(mixture: Mixture, omega: float | Tensor) -> Moments:
     >>> import torch
     >>> from coterie.theory import flix, flix_bounds
     >>> flix_bounds.diana_moments(flix.Mixture.equal(1.0, torch.tensor([4.0, 4.0]), torch.ones(2)), 1.0)
-    Moments(A=8.0, B=2.0, C=1.0, D=0.0, rho=0.5)
+    EstimateMoments(A=8.0, B=2.0, C=1.0, D=0.0, rho=0.5)
     """
     betas = diana_beta(torch.as_tensor(omega, dtype=torch.float64))
-    return Moments(
+    return EstimateMoments(
         A=mixture.L + 2.0 * mixture.noisiest(omega) / mixture.n,
         B=2.0,
         C=mixture.noisiest(betas * omega) / mixture.n,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.theory.hierarchical import times
-from coterie.theory.quadrature import Rule
+from coterie.theory.quadrature import QuadratureRule
 
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 MOST_STEPS = 30  # to the mode of a client's effects; three or four are usual
@@ -22,7 +22,7 @@ _HALVINGS = 12
 
 
 @dataclass(frozen=True)
-class Rows:
+class LikelihoodRows:
     """The rows of clients, as a likelihood sees them.
 
     Parameters
@@ -38,10 +38,10 @@ class Rows:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.marginal import Rows
+    >>> from coterie.theory.marginal import LikelihoodRows
     >>> def squared(scores):  # half squared errors of one target, 2
     ...     return (scores - 2).square().sum(-2) / 2, scores - 2, torch.ones_like(scores).unsqueeze(-3)
-    >>> rows = Rows(torch.ones(1, 1, 1).double(), torch.ones(1).double(), squared)
+    >>> rows = LikelihoodRows(torch.ones(1, 1, 1).double(), torch.ones(1).double(), squared)
     >>> loss, first, second = rows.derivatives(torch.zeros(1, 1))
     >>> loss.tolist(), first.tolist(), second.tolist()
     ([2.0], [[-2.0]], [[[1.0]]])
@@ -181,7 +181,7 @@ class Marginal:
     hessian: Tensor
 
 
-def find_mode(rows: Rows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode:
+def find_mode(rows: LikelihoodRows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode:
     """Minimise loss(w + L u) + |u|^2 / 2 over u by Newton steps that never raise it.
 
     Parameters
@@ -205,11 +205,11 @@ def find_mode(rows: Rows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode
     With one row at 2 and w = 0, L = 1, the mode of (u - 2)^2 / 2 + u^2 / 2 is 1, with second derivative 2.
 
     >>> import torch
-    >>> from coterie.theory.marginal import Rows, find_mode
+    >>> from coterie.theory.marginal import LikelihoodRows, find_mode
     >>> def squared(scores):  # half squared errors of one target, 2
     ...     return (scores - 2).square().sum(-2) / 2, scores - 2, torch.ones_like(scores).unsqueeze(-3)
     >>> one, none = torch.ones(1, 1).double(), torch.zeros(1).double()
-    >>> mode = find_mode(Rows(one.unsqueeze(0), one[0], squared), none, one, none)
+    >>> mode = find_mode(LikelihoodRows(one.unsqueeze(0), one[0], squared), none, one, none)
     >>> round(mode.effects.item(), 6), round(mode.root.item() ** -2, 6)
     (1.0, 2.0)
     """
@@ -254,7 +254,7 @@ def find_mode(rows: Rows, centre: Tensor, factor: Tensor, start: Tensor) -> Mode
 
 
 def marginal(
-    rows: Rows, structure: Structure, mode: Mode, centre: Tensor, psi: Tensor, rule: Rule
+    rows: LikelihoodRows, structure: Structure, mode: Mode, centre: Tensor, psi: Tensor, rule: QuadratureRule
 ) -> Marginal:
     """Integrate over a client's effects around their mode (adaptive quadrature), with derivatives in (w, psi).
 
@@ -286,12 +286,12 @@ def marginal(
     With one row at 2 and w = 0, psi = 1 the row is normal with variance 2: the value is -log(2) / 2 - 1.
 
     >>> import torch
-    >>> from coterie.theory.marginal import Rows, Structure, find_mode, marginal
+    >>> from coterie.theory.marginal import LikelihoodRows, Structure, find_mode, marginal
     >>> from coterie.theory.quadrature import rule
     >>> def squared(scores):  # half squared errors of one target, 2
     ...     return (scores - 2).square().sum(-2) / 2, scores - 2, torch.ones_like(scores).unsqueeze(-3)
     >>> one, none = torch.ones(1).double(), torch.zeros(1).double()
-    >>> rows, structure = Rows(one.view(1, 1, 1), one, squared), Structure.of(torch.tensor([0]))
+    >>> rows, structure = LikelihoodRows(one.view(1, 1, 1), one, squared), Structure.of(torch.tensor([0]))
     >>> mode = find_mode(rows, none, structure.factor(one), none)
     >>> found = marginal(rows, structure, mode, none, one, rule(1))
     >>> round(found.value.item(), 6), [round(slope, 6) for slope in found.gradient.tolist()]
@@ -318,7 +318,9 @@ def marginal(
     return Marginal(value + log_volume, gradient, outer - bend)
 
 
-def _bend(rows: Rows, structure: Structure, points: Tensor, shares: Tensor, second: Tensor) -> Tensor:
+def _bend(
+    rows: LikelihoodRows, structure: Structure, points: Tensor, shares: Tensor, second: Tensor
+) -> Tensor:
     """Return the mean over points of the second derivative of the loss in (w, psi), [..., d + p, d + p]."""
     design, entries = rows.design, structure.at[structure.row]
     curved = second.flatten(-3)  # [..., K, S S B]

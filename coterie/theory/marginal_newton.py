@@ -20,7 +20,7 @@ _FLAT = 1e-9  # curvatures below this share of the largest say nothing
 
 
 @dataclass(frozen=True)
-class Point:
+class ModelPoint:
     """Parameters of the model.
 
     Parameters
@@ -37,9 +37,9 @@ class Point:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.marginal_newton import Point
-    >>> here = Point(torch.zeros(1), torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
-    >>> there = Point(torch.ones(1), torch.tensor([[0.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
+    >>> from coterie.theory.marginal_newton import ModelPoint
+    >>> here = ModelPoint(torch.zeros(1), torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
+    >>> there = ModelPoint(torch.ones(1), torch.tensor([[0.0], [2.0]]), torch.ones(1, 1), torch.tensor([4.0]))
     >>> here.own.tolist(), here.towards(there, 0.5).centres.tolist()
     ([[-1.0], [1.0]], [[-1.0], [2.0]])
     """
@@ -55,13 +55,13 @@ class Point:
         root = self.between.sqrt()
         return torch.where(root > 0, (self.centres - self.common) / root.where(root > 0, 1.0), 0.0)
 
-    def towards(self, other: Point, share: float) -> Point:
+    def towards(self, other: ModelPoint, share: float) -> ModelPoint:
         """Return the point at a share of the way to another."""
 
         def mix(a: Tensor, b: Tensor) -> Tensor:
             return a + share * (b - a)
 
-        return Point(
+        return ModelPoint(
             mix(self.common, other.common),
             mix(self.centres, other.centres),
             mix(self.psi, other.psi),
@@ -70,7 +70,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Step:
+class NewtonStep:
     """What the clients' answers at a point say.
 
     Parameters
@@ -89,29 +89,29 @@ class Step:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.marginal_newton import Point, Step
-    >>> target = Point(torch.ones(1), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1))
-    >>> step = Step(-3.0, 0.5, target, torch.eye(1).unsqueeze(0), torch.diag(torch.tensor([4.0, 16.0])))
+    >>> from coterie.theory.marginal_newton import ModelPoint, NewtonStep
+    >>> target = ModelPoint(torch.ones(1), torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1))
+    >>> step = NewtonStep(-3.0, 0.5, target, torch.eye(1).unsqueeze(0), torch.diag(torch.tensor([4.0, 16.0])))
     >>> step.information.inverse().diagonal().sqrt().tolist()  # standard errors of w and psi
     [0.5, 0.25]
     """
 
     value: float
     gain: float
-    target: Point
+    target: ModelPoint
     certainty: Tensor
     information: Tensor
 
 
 def newton_step(
-    point: Point,
+    point: ModelPoint,
     found: Marginal,
     clusters: Tensor,
     structure: Structure,
     largest: Tensor,
     *,
     restricted: bool = False,
-) -> Step:
+) -> NewtonStep:
     """Return the value at a point and the Newton step from it.
 
     Parameters
@@ -139,16 +139,16 @@ def newton_step(
     Two clients with one row each, at 0 and at 4, and noise 1: the likelihood is largest at w = 2, 1 + psi^2 = 4.
 
     >>> import torch
-    >>> from coterie.theory.marginal import Rows, Structure, find_mode, marginal
-    >>> from coterie.theory.marginal_newton import Point, newton_step
+    >>> from coterie.theory.marginal import LikelihoodRows, Structure, find_mode, marginal
+    >>> from coterie.theory.marginal_newton import ModelPoint, newton_step
     >>> from coterie.theory.quadrature import rule
     >>> y = torch.tensor([0.0, 4.0]).double()
     >>> def squared(scores):
     ...     left = scores - y.view(2, *[1] * (scores.dim() - 1))
     ...     return left.square().sum(-2) / 2, left, torch.ones_like(left).unsqueeze(-3)
-    >>> rows = Rows(torch.ones(2, 1, 1, 1).double(), torch.ones(2, 1).double(), squared)
+    >>> rows = LikelihoodRows(torch.ones(2, 1, 1, 1).double(), torch.ones(2, 1).double(), squared)
     >>> structure, one, none = Structure.of(torch.tensor([0])), torch.ones(1).double(), torch.zeros(1).double()
-    >>> point = Point(none, none.view(1, 1), one.view(1, 1), none)
+    >>> point = ModelPoint(none, none.view(1, 1), one.view(1, 1), none)
     >>> for _ in range(8):
     ...     centre, psi = point.centres.expand(2, 1), point.psi.expand(2, 1)
     ...     mode = find_mode(rows, centre, structure.factor(psi), torch.zeros(2, 1).double())
@@ -195,9 +195,9 @@ def newton_step(
     moved = solved[..., -1] - times(solved[..., :-1], step)
     common = point.common + step[:d]
     centres = common + root * (own + limit * moved)
-    target = Point(common, centres, point.psi + step[d:].view(levels, p), point.between)
+    target = ModelPoint(common, centres, point.psi + step[d:].view(levels, p), point.between)
     sure = certainty(curved, torch.arange(k, device=curved.device), root.square().expand(k, d))
-    return Step(value, gain, target, sure, schur)
+    return NewtonStep(value, gain, target, sure, schur)
 
 
 def _widened(gradient: Tensor, matrix: Tensor, d: int, p: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def _widened(gradient: Tensor, matrix: Tensor, d: int, p: int) -> tuple[Tensor, 
 
 
 def _correction(
-    point: Point, found: Marginal, clusters: Tensor, structure: Structure, cover: Tensor
+    point: ModelPoint, found: Marginal, clusters: Tensor, structure: Structure, cover: Tensor
 ) -> Tensor:
     """Return the derivative in (w, psi) of -1/2 log det of the precision of the centres.
 

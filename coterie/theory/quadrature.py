@@ -24,7 +24,7 @@ _WIDTH = 1.15  # by how much they reach further than the normal density, whose t
 
 
 @dataclass(frozen=True)
-class Rule:
+class QuadratureRule:
     """Points and weights with sum_k weight_k f(point_k) close to the mean of f under the standard normal density.
 
     Parameters
@@ -47,7 +47,7 @@ class Rule:
 
 
 @functools.cache
-def rule(q: int, points: int | None = None) -> Rule:
+def rule(q: int, points: int | None = None) -> QuadratureRule:
     """Return a rule for q dimensions.
 
     Up to four dimensions it is a product of Gauss-Hermite rules. From five on it is importance sampling with 256 evenly
@@ -78,11 +78,11 @@ def rule(q: int, points: int | None = None) -> Rule:
         weights = weights / weights.sum()
         grid = torch.tensor(list(product(nodes.tolist(), repeat=q)), dtype=torch.float64)
         mass = torch.tensor(list(product(weights.tolist(), repeat=q)), dtype=torch.float64).prod(-1)
-        return Rule(grid, mass)
+        return QuadratureRule(grid, mass)
     half = normal_points(_SPREAD // 2, q)
     places = torch.cat([half, -half])
     thinned = torch.exp(-0.5 * (_WIDTH**2 - 1) * places.square().sum(-1))
-    return Rule(_WIDTH * places, thinned / thinned.sum())
+    return QuadratureRule(_WIDTH * places, thinned / thinned.sum())
 
 
 def normal_points(count: int, q: int) -> Tensor:

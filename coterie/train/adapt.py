@@ -39,7 +39,7 @@ from coterie.models.metrics import main_metric
 from coterie.train.fit import fit
 from coterie.train.folder import RunFolder
 from coterie.train.predict import Predictor
-from coterie.train.roster import Roster
+from coterie.train.roster import RunRoster
 from coterie.train.save import load_state
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def adapt(folder: str | Path, table: Any, client: str | None = None, model: Mode
     known = Predictor.load(folder, model)
     with opened.reading():
         algorithm, rounds = opened.algorithm(), int(opened.plan()["rounds"])
-        state, roster = load_state(opened.path), Roster.load(opened.path)
+        state, roster = load_state(opened.path), RunRoster.load(opened.path)
     if not len(known.personal):
         raise RunError(f"the models of {folder} stayed with its clients, so newcomers cannot start from them")
     fed = _newcomers(opened, known, table, client)

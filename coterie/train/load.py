@@ -22,7 +22,7 @@ from coterie.models.table_models import as_model
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.history import History
 from coterie.train.predict import fitted_to
-from coterie.train.roster import Roster
+from coterie.train.roster import RunRoster
 from coterie.train.run import REFIT, Run
 from coterie.train.save import SCORED, load_state
 
@@ -100,7 +100,7 @@ def _read(folder: RunFolder, model: Model | None) -> Run:
     import polars
 
     path, config, plan = folder.path, folder.config, folder.plan()
-    result, roster = files.read_json(path / RESULT), Roster.load(path)
+    result, roster = files.read_json(path / RESULT), RunRoster.load(path)
     if not (path / "models" / "model.json").exists() or roster is None:
         raise RunError(f"{path} has no models: they are on the nodes of the clients, or of an older version")
     note = files.read_json(path / "models" / "model.json")

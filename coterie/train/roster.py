@@ -16,7 +16,7 @@ ROSTER = "clients.json"
 
 
 @dataclass(frozen=True)
-class Roster:
+class RunRoster:
     """The clients of a run.
 
     Attributes
@@ -39,7 +39,7 @@ class Roster:
     targets: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, fed: Federation) -> Roster:
+    def of(cls, fed: Federation) -> RunRoster:
         """Return the roster of a federation."""
         return cls(
             fed.names,
@@ -54,7 +54,7 @@ class Roster:
         files.write_json(folder / ROSTER, vars(self))
 
     @classmethod
-    def load(cls, folder: Path) -> Roster | None:
+    def load(cls, folder: Path) -> RunRoster | None:
         """Return the roster of a run folder, or None for a run of a version that wrote none."""
         return cls(**files.read_json(folder / ROSTER)) if (folder / ROSTER).exists() else None
 

@@ -16,7 +16,7 @@ from coterie.train.baseline import Baseline
 from coterie.train.drift import Drift
 from coterie.train.folder import RESULT, RunFolder
 from coterie.train.predictions import Predictions
-from coterie.train.roster import Roster
+from coterie.train.roster import RunRoster
 from coterie.train.uncertainty import save_errors
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def save_run(folder: RunFolder, run: Run) -> None:
     """Write models, state, tables and, last, the result, which marks the run as complete."""
     save_models(folder.path / "models", run)
     save_state(folder.path, run.state)
-    Roster.of(run.fed).save(folder.path)
+    RunRoster.of(run.fed).save(folder.path)
     Predictions.save_those_of(run, folder.path)
     drift = Drift.of(run)
     if drift is not None:

@@ -125,7 +125,7 @@ def come_home(run: Run) -> Run:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """One process among those that torchrun or SLURM has started."""
 
     rank: int
@@ -135,7 +135,7 @@ class Place:
     port: int
 
 
-def _place(kind: str) -> Place:
+def _place(kind: str) -> ProcessPlace:
     """Return which process of torchrun or SLURM this is."""
     names = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -151,7 +151,7 @@ def _place(kind: str) -> Place:
         )
     address = os.environ.get("MASTER_ADDR") or first_host(os.environ)
     port = int(os.environ.get("MASTER_PORT") or PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000)
-    return Place(int(found[0]), int(found[1]), int(found[2] or 1), address, port)
+    return ProcessPlace(int(found[0]), int(found[1]), int(found[2] or 1), address, port)
 
 
 def first_host(environment: Mapping[str, str]) -> str:
@@ -204,7 +204,7 @@ def maker(algorithm: Algorithm | None) -> MakeAlgorithm:
 
 
 @contextmanager
-def _joined(place: Place, exact: bool) -> Iterator[Crew]:
+def _joined(place: ProcessPlace, exact: bool) -> Iterator[Crew]:
     """Yield the processes that torchrun or SLURM has started; they serve until this process ends."""
     if not _open:
         group = process_group(place.rank, place.count, f"tcp://{place.address}:{place.port}")

@@ -177,6 +177,7 @@ def communications(run):
     return ledger.select("round", "phase").unique().height
 
 
+@pytest.mark.slow
 def test_fewer_communications_than_async_l2gd_at_equal_accuracy():
     fed = federation()
     plus = AsyncAL2SGD.from_theory(fed, lambda_=1.0, gamma=0.5, batch=0)
@@ -192,6 +193,7 @@ def test_fewer_communications_than_async_l2gd_at_equal_accuracy():
     assert slow_error < 0.2 and fast_error < slow_error / 2 and fast < slow / 2
 
 
+@pytest.mark.slow
 def test_special_cases_and_theory():
     fed = federation()
     for settings in ({"alpha": 1.0}, {"alpha": 0.0}, {"lambda_": 0.0}):

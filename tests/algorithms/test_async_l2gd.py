@@ -207,6 +207,7 @@ def test_the_run_is_the_recursion_of_the_paper():
     assert (run.personal - u).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_from_theory_minimises_the_expected_smoothness():
     """Both cases of Corollary 3.6, and the one coin, against a grid over (p0, p)."""
     for gamma, alpha in ((1.0, 0.2), (2.0, 0.5), (0.3, 0.9), (5.0, 0.05)):
@@ -282,6 +283,7 @@ def test_averages_may_be_reused_when_weights_are_equal():
     assert (uneven.means(talked)[0] - middle).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_single_cluster_and_independent_clusters():
     """alpha = 1 forgets the clusters; alpha = 0 (lambda = 0) is each cluster by itself, and needs no p0."""
     fed, one = federation(), federation(clusters=torch.zeros(N, dtype=torch.long))

@@ -26,6 +26,7 @@ def world(heavy=False, seed=0, l2=0.1):
     return fed, a, torch.stack([torch.from_numpy(x.T @ y / 20) for x, y in zip(xs, ys, strict=True)])
 
 
+@pytest.mark.quick("one-gamma0", "one-gamma1")
 @pytest.mark.parametrize("gamma", [(0.5, 1.0, 2.0), tuple(0.2 + 0.2 * k for k in range(8))])
 @pytest.mark.parametrize("coins", ["independent", "one"])
 def test_gamma_per_cluster_and_per_client_reach_their_minimisers(gamma, coins):

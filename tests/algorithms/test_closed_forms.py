@@ -75,6 +75,7 @@ def test_fine_tuned_filters_the_residual():
         np.testing.assert_allclose(w, centre + step @ (x.T @ (y - x @ centre) / len(x)), atol=1e-9)
 
 
+@pytest.mark.quick("0.5")
 @pytest.mark.parametrize("lam", [0.0, 0.5, 3.0])
 def test_ditto_reaches_the_proximal_point_of_fedavg(lam):
     run = fit(world(), make("ditto", lr=0.1, lam=lam, steps=3, batch=0), rounds=1500)

@@ -91,6 +91,7 @@ def test_q1_equals_a_plain_loop(domain):
     torch.testing.assert_close(fast.weights, w, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [pytest.param("all", marks=pytest.mark.slow), "constant"])
 def test_q2_without_noise_the_clusters_are_found_exactly(sampling):
     fed = bowls((4, 4, 4, 4))
@@ -124,6 +125,7 @@ def test_q3_a_pair_at_its_own_optima_is_cut_after_so_many_looks(gamma, a, apart,
     assert looks == count == refreshes_until_cut(gamma, a, apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lr", "rho", "noise", "value"),
     [(0.1, 0.5, 2.0, 0.15686), pytest.param(0.05, 0.4, 1.0, 0.02057, marks=pytest.mark.slow)],
@@ -154,6 +156,7 @@ def test_q5_the_step_is_stable_up_to_two(n):
     assert spread(1.97) < 1 < spread(2.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edge", [pytest.param(5.0, marks=pytest.mark.slow), 100.0])
 def test_q6_the_guard_keeps_any_pull_stable(edge):
     fed = bowls((4, 4, 4, 4), noise=0.3)
@@ -175,6 +178,7 @@ def quiet(**settings):
     return dataclasses.dataclass(frozen=True)(Quiet)(**{**PRINTED, **settings})
 
 
+@pytest.mark.slow
 def test_q7_rows_on_the_simplex_keep_their_sum_and_their_mass_inside():
     fed = bowls((4, 4, 4, 4), noise=0.3)
     last = after(fed, CoBo(0.05, 0.5, 0.05, "simplex", "all", batch=1), 600)
@@ -267,6 +271,7 @@ def test_the_bounds_of_the_theorem_by_hand():
     assert consensus == pytest.approx(24 * 0.04 / 36 * slope + 4 * 0.1 * 3 / 6)
 
 
+@pytest.mark.slow
 def test_five_hundred_clients_are_stable_with_default_steps():
     fed = bowls((10,) * 50, d=20, noise=1.0, seed=3)
     run = fit(fed, CoBo(batch=1), 10, evaluate_every=0)

@@ -22,6 +22,7 @@ def scheduled(here, **settings):
     return Scheduled(lr=0.05, rho=0.5, gamma=0.05, **{**PRINTED, "sampling": "all"}, batch=0, **settings)
 
 
+@pytest.mark.slow
 def test_a_newcomer_starts_from_its_collaborators_weighted():
     fed = bowls((4, 4))
     early = [0, 1, 2, 4, 5, 6]
@@ -35,6 +36,7 @@ def test_a_newcomer_starts_from_its_collaborators_weighted():
     assert torch.equal(states[-1].weights, block_weights(fed))
 
 
+@pytest.mark.slow
 def test_who_leaves_finds_its_row_and_model_again():
     fed = bowls((4, 4))
     method = scheduled(lambda t: list(range(8)) if not 100 < t <= 400 else list(range(7)))

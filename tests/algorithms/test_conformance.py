@@ -18,17 +18,24 @@ from coterie.deploy import messages
 from coterie.deploy.loopback import LoopbackRuntime
 
 # One method for each thing that a runtime does: sums, kept models, pairs, clusters, compressed messages, messages
-# between clients, coins, histograms, buffers. The others meet other runtimes than the stack in slow tests, and files
-# that are written and read again.
+# between clients, coins, histograms, buffers. They train on every runtime what the stack trains. What else a runtime
+# promises, two of them show; the others meet it in slow tests, and files that are written and read again.
 EVERYWHERE = {"fedavg", "ditto", "cobo", "ifca", "flix", "fc", "async-l2gd", "trees", "fedbn"}
+TWO = {"fedavg", "ditto"}
+HEAVY = {
+    ("hierarchical", "few_may_answer"),
+    ("hierarchical", "a_client_that_answers_nan_is_left_out/stacked"),
+}
 LONG = ("resumed_files_are_the_same", "chunks_do_not_matter")
 
 
 def promises():
     for name in sorted(all_algorithms()):
         for promise in PROMISES:
-            late = promise in LONG or ("/" in promise and not promise.endswith("/stacked"))
-            marks = [pytest.mark.slow] if late and name not in EVERYWHERE else []
+            elsewhere = "/" in promise and not promise.endswith("/stacked")
+            quick = EVERYWHERE if promise in LONG or promise.startswith("same_as_stacked/") else TWO
+            late = promise in LONG or elsewhere or promise == "same_as_stacked/stacked"
+            marks = [pytest.mark.slow] if (late and name not in quick) or (name, promise) in HEAVY else []
             yield pytest.param(name, promise, marks=marks, id=f"{name}-{promise}")
 
 

@@ -130,6 +130,7 @@ def dense_laplace(x, y, owner, one, other, values, start, poisson):
     return 2 * loss.sum() + precision @ t**2 + np.linalg.slogdet(inner)[1], t
 
 
+@pytest.mark.quick("logistic")
 @pytest.mark.parametrize("kind", ["logistic", "poisson"])
 def test_classes_and_counts_are_those_of_a_dense_laplace_approximation(kind):
     fed = federation(table(2, kind, students=14, lecturers=8), kind=kind)
@@ -158,6 +159,7 @@ def test_classes_and_counts_are_those_of_a_dense_laplace_approximation(kind):
     assert deviance(np.log(values))[0] < best.fun + 1e-4
 
 
+@pytest.mark.quick("linear")
 @pytest.mark.parametrize("kind", ["linear", "logistic"])
 def test_every_runtime_gives_the_same(kind, tmp_path):
     """One client at a time, three nodes that exchange bytes, and three nodes with tables of their own."""

@@ -145,6 +145,7 @@ class Conditional(torch.nn.Module):
         return torch.cat([value.detach().flatten() for value in self.parameters()])
 
 
+@pytest.mark.quick("0", "2")
 @pytest.mark.parametrize("classes", [3, 2, 0])
 def test_gpfl_is_that_of_torch(classes: int) -> None:
     width, lam, mu = 5, 0.3, 0.02

@@ -62,6 +62,7 @@ def test_any_runtime_trains_several_architectures(loop: bool) -> None:
     torch.testing.assert_close(found.personal, expected.personal, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_clients_learn_from_each_other() -> None:
     """Few rows of one rule: with digestion the clients say more nearly the same, and it is more nearly right."""
     draw = torch.Generator().manual_seed(0)

@@ -99,6 +99,7 @@ def test_a_plan_keeps_its_promise(solver, compressor, logistic):
         assert curve[-1] - min(mixed_losses(fed, descent, 400)) <= 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(200), marks=pytest.mark.slow)], ids=len)
 def test_the_running_certificate_is_never_below_the_gap(seeds, logistic):
     ratios = []

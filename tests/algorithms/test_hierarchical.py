@@ -74,6 +74,7 @@ def test_nothing_to_set(effects):
     assert (run.personal - truth).square().mean() < (alone - truth).square().mean()
 
 
+@pytest.mark.quick("logistic")
 @pytest.mark.parametrize("kind", ["logistic", "softmax"])
 def test_newton_and_gradients_end_at_the_minimiser(kind):
     """Both have the gradient of the objective at zero, checked by automatic differentiation on the rows."""
@@ -95,6 +96,7 @@ def test_newton_and_gradients_end_at_the_minimiser(kind):
     assert (newton.personal - descent.personal).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["logistic", pytest.param("softmax", marks=pytest.mark.slow)])
 def test_pulls_for_classes_are_estimated(kind):
     """Between training alone and one model for all in the pull, and no worse than either on held-out rows."""
@@ -204,6 +206,7 @@ def test_without_known_clusters_all_clients_are_one():
     assert torch.equal(alone.personal, one.personal)
 
 
+@pytest.mark.quick("linear")
 @pytest.mark.parametrize("kind", ["linear", "logistic"])
 def test_everybody_in_one_cluster_needs_no_clusters(kind):
     """grouping = "one" is one known cluster, without the traffic between its head and the server."""
@@ -257,6 +260,7 @@ def given(s, clusters):
     return s.replace(x=common, centres=middle, certainty=exact.certainty(h, clusters, between))
 
 
+@pytest.mark.quick("2-mean", "2-sum")
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("rows", [1, 2, 12])
 def test_a_newcomer_gets_what_training_everybody_again_would_give(rows, reduction):

@@ -9,7 +9,7 @@ from scipy.special import expit, logsumexp
 from coterie import Federation, fit, models
 from coterie._core.errors import SettingError
 from coterie.algorithms import make
-from coterie.theory.marginal import Rows, Structure, find_mode, marginal
+from coterie.theory.marginal import LikelihoodRows, Structure, find_mode, marginal
 from coterie.theory.mixed_likelihood import maximum_likelihood
 from coterie.theory.quadrature import rule
 from coterie.theory.variance_components import Sums, pattern
@@ -77,7 +77,7 @@ def stacked(kind, seed, clients=3, rows=4, q=2):
     def derivatives(scores):
         return model.row_derivatives(scores, y.unsqueeze(-2) if scores.dim() > 3 else y)
 
-    return model, x, y, Rows(model.design(x), torch.ones_like(y), derivatives)
+    return model, x, y, LikelihoodRows(model.design(x), torch.ones_like(y), derivatives)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -126,6 +126,7 @@ def test_softmax_of_two_classes_integrates_like_logistic():
     assert (a.hessian[:, 1:, 1:] - b.hessian).abs().max() < 1e-12
 
 
+@pytest.mark.quick("logistic")
 @pytest.mark.parametrize("kind", ["logistic", "ordinal"])
 def test_one_by_one_and_in_stacks(kind):
     """Clients one by one, of different sizes, give the same model; extras such as cut points are shared."""

@@ -87,6 +87,7 @@ def test_the_reference_is_the_published_one():
     assert true_clusters() == pytest.approx(0.0054, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [{"rule": "size"}, pytest.param({"rule": "fixed", "tau": 3.0}, marks=pytest.mark.slow)]
 )
@@ -131,6 +132,7 @@ LIARS = [0, 9, 18, 27]  # one of nine in every cluster, 11 %
 HONEST = [k for k in range(K * N) if k not in LIARS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "attack",
     [
@@ -150,6 +152,7 @@ def test_liars_cost_no_more_than_their_price(attack):
         assert error < 2 * 0.0054
 
 
+@pytest.mark.slow
 def test_liars_that_collude_far_away_take_a_centre_unless_one_is_spare():
     """Four equal lies are a group like any other: without a spare centre two honest clusters must share one."""
     algorithm = make("pfl-tc", **{**ONE_GRADIENT, **SETTINGS}, rule="fixed", tau=3.0)

@@ -107,6 +107,7 @@ def test_no_value_of_a_feature_leaves_a_client(monkeypatch):
             assert not torch.isin(sent.flatten().double(), values).any()
 
 
+@pytest.mark.slow
 def test_leaves_are_personal_where_clients_differ_and_shared_where_they_do_not():
     method = make("trees", leaves=8)
     same = fit(a_federation(effect=0.0), method, rounds=12)

@@ -208,6 +208,7 @@ def test_ifca_is_its_pseudocode(average, divide):
     np.testing.assert_allclose(run.personal, theta[losses(theta).argmin(1)], atol=1e-10)
 
 
+@pytest.mark.slow
 def test_ifca_collapses_from_bad_starts_and_restarts_help():
     found, best = 0, 0
     for seed in range(8):
@@ -254,6 +255,7 @@ def test_common_points_reach_the_optimum_of_section_four_on_every_data_set(name,
     assert max(error(fit(figure_one(s), algorithm, rounds=100, evaluate_every=0)) for s in seeds) < 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(6, marks=pytest.mark.slow), 14])
 def test_without_a_warmup_a_bad_first_clustering_stays(seed):
     """Data sets of section 4 on which one gradient at the start misleads, and fits alone do not."""
@@ -299,6 +301,7 @@ def test_membership_and_quality_are_in_the_metrics():
     assert metrics.filter(metric="purity")["value"].is_between(0, 1).all()
 
 
+@pytest.mark.quick("last-layer-pfl-tc", "projection-pdl-tc")
 @pytest.mark.parametrize("name", ["pfl-tc", "pdl-tc"])
 @pytest.mark.parametrize("on", ["projection", "last-layer"])
 def test_clustering_a_part_of_a_network(name, on):

@@ -97,6 +97,7 @@ def test_the_acted_windows_refuses(tmp_path: Path) -> None:
         import fcntl  # noqa: F401
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("windows")
 def test_commands_on_windows(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -272,6 +273,7 @@ def test_a_browser_that_is_not_on_the_path(
         pdf.find_browser()
 
 
+@pytest.mark.quick("ascii")
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_a_console_that_has_few_characters(encoding: str) -> None:
     """Windows' consoles and pipes are not always UTF-8; what they lack becomes a question mark."""
@@ -294,7 +296,7 @@ def test_every_text_file_names_its_encoding() -> None:
     package = Path(systems.__file__).parents[1]
     for path in package.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(call, ast.Call):
+            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(("open", ".read_text")):
                 continue
             words = ast.unparse(call)
             bare = words.endswith(".read_text()") or re.match(r"(os\.fd)?open\(", words)

@@ -27,6 +27,7 @@ def zeros_as_zstandard(data: bytes) -> bytes:
     return FRAME + block * (len(data) >> 17) + (1).to_bytes(3, "little")
 
 
+@pytest.mark.quick(".zst-zeros_as_zstandard", ".gz-compress")
 @pytest.mark.parametrize(
     ("suffix", "pack"),
     [

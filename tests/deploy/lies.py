@@ -126,7 +126,7 @@ ATTACKS = {
     "bool for a stamp": ("call", head(lambda h: h | {"at": [True, False]})),
     "list for a stamp": ("call", head(lambda h: h | {"at": [[1], [2]]})),
     "encoded nonsense": ("call", head(lambda h: h | {"encoded": {"": [0, 5, ["float64"]]}})),
-    "200,000 tensors": ("call", schema([[f"z{k}", "float64", [0]] for k in range(200_000)])),
+    "200,000 tensors": ("call", lambda a: schema([[f"z{k}", "float64", [0]] for k in range(200_000)])(a)),
     "2^62 x 0": ("call", schema([["value.", "float64", [2**62, 0]]])),
     "1 x 2^62 x 0": ("call", schema([["value.", "float64", [1, 2**62, 0]]])),
     "1e30 x 0": ("call", schema([["value.", "float64", [1, 10**30, 0]]])),

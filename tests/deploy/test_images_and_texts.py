@@ -67,6 +67,7 @@ def registry(monkeypatch):
     return installed._from_files
 
 
+@pytest.mark.quick("cnn-ditto", "own-fedavg")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["cnn", "own"])
 def test_images_on_nodes_are_those_of_one_process(tmp_path, registry, method, kind):
@@ -114,6 +115,7 @@ def about_texts(model="tiny", **settings) -> RunRequest:
     )
 
 
+@pytest.mark.quick("ditto")
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_on_nodes_are_those_of_one_process(tmp_path, registry, tiny, method):
     installed.install(tiny)
@@ -205,6 +207,7 @@ def test_a_job_on_images_ends_with_models_at_the_nodes(tmp_path, registry):
     assert load(JobRequest.read(job).out).fed.names == images.rows.names
 
 
+@pytest.mark.slow
 def test_a_job_on_texts_ends_with_adapters_that_peft_reads(tmp_path, registry, tiny):
     installed.install(tiny)
     there = letters(tmp_path, "job", policy=Policy.for_texts().allowing((), ["tiny"]))

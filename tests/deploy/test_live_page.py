@@ -200,12 +200,14 @@ class TestInABrowser:
         page.select_option("#runs", "fedavg-2")
         self.expect(page, "#what", "failed")
 
+    @pytest.mark.slow
     def test_texts_of_nodes_stay_texts(self, visit: Any) -> None:
         page = visit()
         assert "<img src=x" in page.locator("#notes").inner_text()
         assert "<script>" in page.locator(".problem").inner_text()
         assert page.locator("#nodes img, #notes img").count() == 0 and "owned" not in page.title()
 
+    @pytest.mark.quick("390-dark")
     @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (390, "light"), (390, "dark")])
     def test_it_fits_and_has_two_themes(self, visit: Any, width: int, scheme: str) -> None:
         page = visit(width, scheme)
@@ -215,6 +217,7 @@ class TestInABrowser:
         if "COTERIE_SHOTS" in os.environ:
             page.screenshot(path=f"{os.environ['COTERIE_SHOTS']}/live-{width}-{scheme}.png", full_page=True)
 
+    @pytest.mark.slow
     def test_it_says_when_the_server_is_gone(self, visit: Any) -> None:
         page = visit()
         page.route("**/live.json*", lambda route: route.fulfill(status=503, body=""))

@@ -92,7 +92,9 @@ def baseline(tmp_path_factory):
     return honest(run)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if k % 3 else []) for k, name in enumerate(ATTACKS)]
+)
 def test_no_run_ends_and_no_poisoning_is_silent(tmp_path, name, baseline, monkeypatch):
     monkeypatch.setattr(federation_plan, "PATIENCE", 1.0)
     kind, change = ATTACKS[name]

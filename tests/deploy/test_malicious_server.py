@@ -261,6 +261,7 @@ class TestModels:
                 found |= {row["ssn"]} if same < 1e-6 else set()
         return len(found)
 
+    @pytest.mark.slow
     def test_gradients_of_a_client_with_few_rows_are_not_inverted(self, tmp_path):
         """The attack gives rows away where nobody forbids it; the strict policy leaves it with nothing."""
         few = TABLE[:8]

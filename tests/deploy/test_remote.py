@@ -308,6 +308,7 @@ class TestWhoIsAway:
             federation(mail, make("fedavg"))
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("stop", [1, 3, 4])
 def test_a_server_that_goes_back_to_a_checkpoint_finds_the_same_bits(table, tmp_path, stop):
     """The nodes are rounds ahead, and one of them has been started anew."""
@@ -443,6 +444,7 @@ def test_a_node_with_one_client_needs_no_client_column(table, tmp_path):
     assert (predictions["prediction"] - expected["prediction"]).abs().max() < 1e-12
 
 
+@pytest.mark.quick("three", "regression")
 @pytest.mark.parametrize("task", ["regression", "classes", "three"])
 def test_every_metric_is_the_same_across_nodes(tmp_path, task):
     """Nodes send sums, the server finishes them; what was not recorded is asked for afterwards."""

@@ -110,6 +110,7 @@ def test_a_second_training_has_sums_of_its_own(tmp_path):
     torch.testing.assert_close(found[1].common(), found[0].common(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.quick("fedavg", "ditto", "maml-fl", "ifca", "oracle", "flix", "trees")
 @pytest.mark.parametrize("name", METHODS)
 def test_results_are_those_of_a_plain_run(tmp_path, name):
     method = make(name.split()[0], **METHODS[name])
@@ -138,6 +139,7 @@ def test_methods_that_need_single_answers_say_so(tmp_path, name):
     )
 
 
+@pytest.mark.slow
 def test_the_server_sees_uniform_numbers_and_the_sum(tmp_path):
     """Everything that arrives in a run: no value of a phase but masked ones, which are uniform."""
     post = Post(tmp_path, frame=table(columns=400))
@@ -160,6 +162,7 @@ def test_the_server_sees_uniform_numbers_and_the_sum(tmp_path):
             assert set(header) == {"shape", "nonce"} and set(tensors) == {"total"}
 
 
+@pytest.mark.quick("call", "sum", "unmask")
 @pytest.mark.parametrize("when", ["call", "sum_keys", "sum_shares", "sum", "unmask"])
 def test_a_node_that_vanishes(tmp_path, when):
     """It is left out of the sum, or recovered if its answer is in it; the others go on."""

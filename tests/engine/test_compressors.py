@@ -192,6 +192,7 @@ def test_a_client_knows_what_the_server_decodes(door):
     )
 
 
+@pytest.mark.quick("stacked", "nodes")
 @pytest.mark.parametrize("door", DOORS)
 def test_error_feedback_sends_everything_in_the_end(door):
     fed = DOORS[door]()

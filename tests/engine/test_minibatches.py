@@ -1,4 +1,4 @@
-"""Minibatches drawn ahead are those drawn in their round."""
+"""Keys and minibatches drawn ahead are those drawn in their round."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def check(
     numbers: range,
     call: int = 0,
 ) -> None:
-    got = found.of(Call(None, "train", t, call, {}, {}), Visits(at, None, coming), "", numbers, 4)
+    asked, visits = Call(None, "train", t, call, {}, {}), Visits(at, None, coming)
+    assert torch.equal(found.keys(asked, visits), visit_keys(4, asked, IDS if at is None else IDS[at], None))
+    got = found.of(asked, visits, "", numbers, 4)
     for part, expected in zip(got, one_by_one(t, call, at, numbers), strict=True):
         assert torch.equal(part, expected)
 
@@ -51,13 +53,14 @@ def check(
 def test_rounds_drawn_ahead(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 round, then 2, 4 and 8, the rest cut off; two kinds of calls side by side."""
     found, made = MinibatchPrefetch(4, rows(), IDS), []
-    make = MinibatchPrefetch._make
+    draw = Rows.draw
 
-    def counted(self: MinibatchPrefetch, *arguments: object) -> minibatches.PrefetchedBatches:
-        made.append(arguments[-1])
-        return make(self, *arguments)  # type: ignore[arg-type]
+    def counted(self: Rows, at: Tensor, keys: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        if self is found.rows:
+            made.append(len(at))
+        return draw(self, at, keys, batch)
 
-    monkeypatch.setattr(MinibatchPrefetch, "_make", counted)
+    monkeypatch.setattr(Rows, "draw", counted)
     for t in range(1, 17):
         at = cohort(t) if sampled else None
         check(found, t, at, cohort if sampled else None, range(1, 4))
@@ -81,5 +84,5 @@ def test_little_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
         for call in range(3):
             check(found, t, None, None, range(1, 4), call)
         check(found, t, None, None, range(1, 9))
-        assert len(found._known) <= 2
-        assert all(known.rows.numel() <= minibatches.NUMBERS for known in found._known.values())
+        assert len(found._known) <= 2  # of keys and of minibatches together
+        assert all(known.parts[0].numel() <= minibatches.NUMBERS for known in found._known.values())

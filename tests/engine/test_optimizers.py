@@ -55,6 +55,7 @@ def test_ditto_remembers_its_two_descents_apart():
     assert torch.isfinite(run.personal).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -42,6 +42,15 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
+@pytest.mark.quick(
+    "settings0-options0",
+    "settings0-options2",
+    "settings1-options0",
+    "settings2-options0",
+    "settings2-options2",
+    "settings3-options0",
+    "settings3-options2",
+)
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.3}, {"loop": True}, {"byzantine": {"0": "sign-flip"}}])
 @pytest.mark.parametrize("settings", [{}, {"batch": 3}, {"participation": 0.5}, {"momentum": 0.5}])

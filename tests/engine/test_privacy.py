@@ -18,7 +18,7 @@ from coterie.engine.noise import Noise, fingerprint
 from coterie.engine.privacy import BudgetSpent, NoiseScale, Privacy, private_sum
 from coterie.engine.protocol import Call
 from coterie.engine.row_privacy import RowPrivacy, row_gradients
-from coterie.engine.sums import Clients, SumRequest, SumsOnly
+from coterie.engine.sums import HeldByClients, SumRequest, SumsOnly
 from coterie.train import private
 from coterie.train.uncertainty import load_errors
 
@@ -92,7 +92,7 @@ class Shift(Algorithm):
 
 def place(values, x):
     call = Call(Shift(), "train", 1, 0, {"x": x}, {})
-    return Clients({"": values}, torch.arange(len(values)), torch.ones(len(values), 1), call)
+    return HeldByClients({"": values}, torch.arange(len(values)), torch.ones(len(values), 1), call)
 
 
 def test_one_client_changes_a_sum_by_at_most_the_clip_norm():

@@ -84,6 +84,7 @@ def test_noise_of_a_histogram_is_what_is_paid_for(monkeypatch):
     assert exact.numeric["age"].count <= 200 and scale > 0
 
 
+@pytest.mark.slow
 def test_a_run_pays_for_its_statistics_and_is_resumed(tmp_path):
     table = tmp_path / "t.csv"
     frame(rows=1000, clients=5).write_csv(table)

@@ -61,6 +61,7 @@ def test_a_packed_message_is_the_message():
     assert found["one row"].stride(0) == 0
 
 
+@pytest.mark.quick("fedavg-glm", "ditto-glm", "cobo-glm", "ditto-cnn")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_four_workers_train_what_one_process_trains(method, model):
@@ -73,6 +74,7 @@ def test_four_workers_train_what_one_process_trains(method, model):
     assert four.score("test", "accuracy").equal(one.score("test", "accuracy"))
 
 
+@pytest.mark.quick("glm")
 @pytest.mark.parametrize("model", ["glm", "cnn"])
 def test_exact_runs_have_the_same_bits_for_any_number_of_workers(model):
     fed, algorithm = federation(model), make("ditto", **METHODS["ditto"])
@@ -202,4 +204,4 @@ def test_the_place_of_a_process_is_read_from_slurm(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**told, "SLURM_JOB_NODELIST": "gpu[07-09]"}.items():
         monkeypatch.setenv(name, value)
-    assert workers._place("slurm") == workers.Place(3, 8, 2, "gpu07", 29400 + 711)
+    assert workers._place("slurm") == workers.ProcessPlace(3, 8, 2, "gpu07", 29400 + 711)

@@ -26,6 +26,7 @@ def test_the_mean_of_the_true_cluster_scores_one():
     assert scores(oracle, 2.0, range(60)) == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_auto_is_near_the_oracle_far_apart_and_an_overestimated_size_is_fatal():
     seeds = range(900, 912)
     assert scores(METHODS["auto[f/2,1.5F]"], 5.0, seeds) < 1.1 * TABLE[5.0]
@@ -41,6 +42,7 @@ def test_auto_is_no_more_than_ten_percent_above_the_table(ratio):
 HARD = {"nested": (1.22, 1.01), "outliers": (1.22, 0.93), "unequal": (1.71, 1.05), "one": (1.0, 1.0)}
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in ("nested", "unequal"))) for name in STRESS],

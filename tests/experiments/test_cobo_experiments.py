@@ -45,6 +45,7 @@ def test_weights_are_measured_and_drawn():
     assert found["curve"]["values"][-1] == found["recovery"]
 
 
+@pytest.mark.slow
 def test_a_reproduction_has_the_page_with_the_weights(tmp_path):
     text = load("cobo/sampling", quick=True).path.read_text().replace("rounds = 60", "rounds = 2")
     runs, rows = text.split("[[runs]]"), text.split("[[rows]]")

@@ -137,6 +137,7 @@ def check_floors(found: list[tuple[float, float, float, float, float]], accuracy
     assert all(row[0] <= row[4] for row in found)
 
 
+@pytest.mark.slow
 def test_the_floor_of_dcgd_is_the_one_of_its_linear_recursion_and_changes_with_alpha_through_the_noise_alone():
     problem = make(n=10, rows=60, scale=3.0)
     found = floors(problem, 3, 3000)

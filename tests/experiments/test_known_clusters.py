@@ -50,6 +50,7 @@ def test_table1_runs_the_algorithm():
     assert abs(found["ours"] - found["exact"]) < 0.2 and found["ours_max"] > found["ours"]
 
 
+@pytest.mark.slow
 def test_figure_and_communication_have_curves():
     found = known_clusters.over_rows(plan(method="ours", rows=(1, 5)), seed=0)
     assert found["curve"]["rounds"] == [1, 5] and found["rows_1"] > found["rows_5"]
@@ -59,6 +60,7 @@ def test_figure_and_communication_have_curves():
     assert counts == sorted(counts) and len(counts) == known_clusters.POINTS
 
 
+@pytest.mark.slow
 def test_mixedlm_predicts_the_same():
     """Random intercepts of clients in clusters, common slopes, redundant columns: where the models coincide."""
     pytest.importorskip("statsmodels")

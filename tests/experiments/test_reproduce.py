@@ -111,6 +111,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     monkeypatch.setitem(sys.modules, "coterie.pretended", module)
 
 
+@pytest.mark.slow
 def test_shipped_experiments_are_listed_and_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = spec.experiments()
     found = dict(listed)
@@ -370,6 +371,7 @@ def test_measure_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs.measure("plugin.part:other")
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_failing_job_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, capfd: pytest.CaptureFixture[str]

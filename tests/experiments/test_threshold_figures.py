@@ -29,6 +29,7 @@ def names_of(experiment):
     return {row.metric for row in experiment.rows}
 
 
+@pytest.mark.slow
 def test_figure_one_measures_every_row():
     experiment = shortened("fig1", tries=1, rounds=2)
     found = section_four(experiment, 0)
@@ -50,6 +51,7 @@ def test_the_error_falls_like_one_over_the_cluster_size():
     assert -1.3 < found["pfl-tc slope"] < -0.6 and abs(found["standalone slope"]) < 0.2
 
 
+@pytest.mark.slow
 def test_rules_measure_every_row():
     experiment = shortened("rules", tries=2)
     assert names_of(experiment) <= set(measure(experiment, 3))

@@ -197,6 +197,7 @@ def test_compiled_layers_give_the_same_gradient(model: CausalLM, tiny: Path) -> 
     assert all(fast.adapted._trusted.values())
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("count", [4, 64])
 def test_n_clients_cost_the_base_once_and_n_adapters(tiny: Path, documents: Documents, count: int) -> None:
     """Bytes of all tensors that a federation reaches after a round: the base once, and a few vectors per client."""

@@ -59,6 +59,7 @@ def test_one_document_per_client_is_refused_before_training(tiny, tmp_path, caps
     main_exits_well([*words, "--select", "last"])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_writes_its_adapters(folder, tiny, tmp_path, monkeypatch) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     main_exits_well(train(folder, tiny, whole, "--rounds", "4", "--algorithm", "local"))
@@ -97,6 +98,7 @@ def main_exits_well(arguments: list[str]) -> None:
         assert stop.code in (0, None)
 
 
+@pytest.mark.slow
 def test_the_report_speaks_of_perplexity(folder, tiny, tmp_path) -> None:
     for method in ("cobo", "local"):
         main_exits_well(train(folder, tiny, tmp_path / method, "--rounds", "2", "--algorithm", method))

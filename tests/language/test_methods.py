@@ -37,6 +37,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.quick("fedavg", "ditto")
 @pytest.mark.parametrize("name", ["local", "fedavg", "fine-tuned", "ditto", "cobo", *SLOW])
 def test_methods_run_unchanged_and_learn(fed: coterie.Federation, name: str) -> None:
     settings = {
@@ -121,6 +122,7 @@ def corpus(folder: Path, documents: Documents) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_experiment_with_a_tiny_model(
     tiny: Path, documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,12 +63,19 @@ def test_what_is_not_complete_is_left_out_of_the_test_and_said():
 def test_pictures_are_well_formed_and_escape_names():
     drawn = charts.critical_difference(["a", EVIL, "c"], [1.0, 2.2, 2.8], 1.0, [[EVIL, "c"]])
     assert "<img" not in drawn and len(ElementTree.fromstring(drawn).findall("circle")) == 3
-    points = [charts.Point(EVIL, 0.0, 0.9), charts.Point("b", 1.0, 0.95), charts.Point("c", 2.0, 0.8)]
+    points = [
+        charts.CostPoint(EVIL, 0.0, 0.9),
+        charts.CostPoint("b", 1.0, 0.95),
+        charts.CostPoint("c", 2.0, 0.8),
+    ]
     root = ElementTree.fromstring(charts.front(points, "MB", "accuracy", log=True, higher=True))
     kinds = {one.find("title").text.split(":")[0]: one.get("class") for one in root.findall("circle")}
     assert kinds == {EVIL: "front", "b": "front", "c": "behind"}
     assert charts.front([], "x", "y") == ""
-    for same in ([charts.Point("a", 3.0, 3.0)], [charts.Point("a", 0.0, 0.0), charts.Point("b", 0.0, 0.0)]):
+    for same in (
+        [charts.CostPoint("a", 3.0, 3.0)],
+        [charts.CostPoint("a", 0.0, 0.0), charts.CostPoint("b", 0.0, 0.0)],
+    ):
         ElementTree.fromstring(charts.front(same, "x", "y", log=True))
 
 

@@ -147,6 +147,7 @@ def test_trees_take_balanced_weights_as_their_own_setting_does():
     assert torch.allclose(one, other, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_trees_take_the_loss_of_the_model_asked_for():
     counts = DRAW.poisson(np.exp(0.5 * SCORE)).astype(float)
     fed = Federation.from_table(table(counts), "site", "y", model="poisson", task="regression")

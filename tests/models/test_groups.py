@@ -177,6 +177,7 @@ def test_shared_statistics_stay_as_they_are() -> None:
     assert torch.equal(run.model("1").network[1].running_mean, module[1].running_mean.double())
 
 
+@pytest.mark.quick("ditto-personal", "fedavg-averaged")
 @pytest.mark.parametrize("buffers", ["personal", "averaged"])
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "local"])
 def test_methods_train_networks_with_batch_norm_stacked_and_one_by_one(name: str, buffers: str) -> None:

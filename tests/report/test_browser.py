@@ -140,6 +140,7 @@ def test_searching_filtering_and_paging(visit: Open) -> None:
     page.locator("#verdict").select_option("")
 
 
+@pytest.mark.slow
 def test_cards_tell_sizes_metrics_and_confidence(visit: Open) -> None:
     page = visit("twelve")
     page.get_by_label("Cards").check()
@@ -150,6 +151,7 @@ def test_cards_tell_sizes_metrics_and_confidence(visit: Open) -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_another_method_in_the_table(visit: Open) -> None:
     page = visit("four")
     before = column(page, 4)
@@ -158,6 +160,7 @@ def test_another_method_in_the_table(visit: Open) -> None:
     assert column(page, 4) != before
 
 
+@pytest.mark.slow
 def test_hovering_shows_numbers(visit: Open) -> None:
     page = visit("four")
     chart = page.locator("[data-panel=gain]")
@@ -185,6 +188,7 @@ def test_both_themes(visit: Open) -> None:
     assert "rgb(27, 31, 36)" in tick.evaluate("one => getComputedStyle(one).fill")
 
 
+@pytest.mark.quick("four")
 @pytest.mark.parametrize("name", ["four", "thousand"])
 def test_a_phone_shows_cards_and_never_scrolls_sideways(visit: Open, name: str) -> None:
     page = visit(name, width=390, height=844)
@@ -193,6 +197,7 @@ def test_a_phone_shows_cards_and_never_scrolls_sideways(visit: Open, name: str) 
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.slow
 def test_everything_can_be_reached_by_keyboard(visit: Open) -> None:
     page = visit("four")
     page.keyboard.press("Tab")
@@ -218,6 +223,7 @@ def test_every_control_and_picture_has_a_name(visit: Open) -> None:
     assert nameless == 0
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_do_not_lag(visit: Open) -> None:
     page = visit("thousand")
     milliseconds = page.evaluate(
@@ -230,6 +236,7 @@ def test_a_thousand_clients_do_not_lag(visit: Open) -> None:
     assert milliseconds < 100
 
 
+@pytest.mark.slow
 def test_it_prints(visit: Open, tmp_path: Path) -> None:
     page = visit("four", scheme="dark")
     page.pdf(path=tmp_path / "page.pdf", format="A4")
@@ -259,6 +266,7 @@ def test_axe_finds_nothing_to_complain_about(visit: Open, width: int, scheme: st
     assert "color-contrast" in {one["id"] for one in found["passes"]}
 
 
+@pytest.mark.slow
 def test_every_client_has_a_page_and_the_column_its_name(visit: Open) -> None:
     page = visit("four")
     clients = page.locator("details.client")

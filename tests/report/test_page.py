@@ -170,6 +170,7 @@ def test_report_command_takes_several_runs(twelve: Path, tmp_path: Path, command
     assert [run["label"] for run in data["runs"]] == ["cobo", "ifca", "flix", "local"]
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_make_a_small_page(thousand: Path, tmp_path: Path) -> None:
     page = write_report([thousand / "ifca"], tmp_path / "page.html")
     assert page.stat().st_size < 10e6

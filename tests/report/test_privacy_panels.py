@@ -10,6 +10,7 @@ from coterie.report.page import report
 from coterie.report.privacy_panels import privacy
 
 
+@pytest.mark.slow
 def test_the_report_shows_what_was_spent_and_what_it_cost(tmp_path):
     pytest.importorskip("dp_accounting")
     fed = Federation.from_table("heart_disease", client="hospital", target="sick")

@@ -77,6 +77,7 @@ def check_lambda(seeds, gap, excess, **changes):
     assert np.mean(regrets) <= excess
 
 
+@pytest.mark.slow
 def test_homogeneous_clients_get_nearly_the_best_lambda():
     check_lambda(range(1), gap=0.4, excess=0.03, features=50)
 
@@ -96,6 +97,7 @@ def test_lambda_in_the_worlds_of_the_facts(gap, excess, changes):
     check_lambda(range(4), gap, excess, **changes)
 
 
+@pytest.mark.slow
 def test_estimates_of_noise_and_distance():
     advice = advise(simple(7, clients=40).federation())
     assert float(advice.sigma2.mean()) == pytest.approx(0.5, rel=0.25)
@@ -117,6 +119,7 @@ def summary(kind, seeds):
     return found
 
 
+@pytest.mark.quick("few")
 @pytest.mark.parametrize("kind", [pytest.param("middling", marks=pytest.mark.slow), "wide", "few"])
 def test_a_few_random_worlds(kind):
     found = summary(kind, range(900, 904))

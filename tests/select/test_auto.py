@@ -45,6 +45,7 @@ def rmse(fed: Federation, algorithm: str, **settings: float) -> float:
     return float(fit(fed, make(algorithm, **settings), 60, select="best").score("test", "rmse").mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "spread", "better", "worse"), [(20, 0.02, "fedavg", "local"), (200, 2.0, "local", "fedavg")]
 )
@@ -227,6 +228,7 @@ def test_few_rows_are_held_out_in_turn() -> None:
     assert choice.rows[0]["validation_loss"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_method_that_stops_by_itself_stops_by_the_mean_over_divisions() -> None:
     fed = Federation.from_table(steps_table(rows=200), "site", "y", model=models.trees(60, 4))
     one = Entrant(make("trees", lr=0.5, leaves=4))
@@ -328,6 +330,7 @@ def test_a_metric_that_is_asked_for_decides() -> None:
     assert high_r2.row()["validation_r2"] == pytest.approx(float(values.mean()) + 0.1)
 
 
+@pytest.mark.slow
 def test_auto_by_a_metric_says_so_and_keeps_it(tmp_path: Path) -> None:
     fed = world(30, 0.3)
     run = coterie.fit(fed, "auto", 18, tmp_path / "run", metric="mae", metrics=["r2"])

@@ -120,7 +120,7 @@ def test_no_row_has_a_say_in_the_weights_that_predict_it(task: str) -> None:
     client, part = torch.arange(40) // 20, torch.arange(40) % 4
     other = torch.where(part == 0, 1 - y, y)
     before, after = (
-        auto_ensemble.HeldOut(task, scores, values, client, part).weights_of_others(2, 10.0)
+        auto_ensemble.EntrantPredictions(task, scores, values, client, part).weights_of_others(2, 10.0)
         for values in (y, other)
     )
     assert torch.equal(before[part == 0], after[part == 0])
@@ -133,7 +133,7 @@ def test_guarded_clients_use_the_model_they_trained_alone() -> None:
         judged = None
 
     alone, other = object(), object()
-    mixture = auto_ensemble.Mixture(
+    mixture = auto_ensemble.Finalists(
         [other],
         torch.ones(1),
         torch.ones(3, 1),

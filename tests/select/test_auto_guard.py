@@ -50,6 +50,7 @@ def test_scores_are_those_of_the_deployed_models():
         assert torch.allclose(run.score(split, "loss"), again, atol=1e-9), split
 
 
+@pytest.mark.slow
 def test_the_guard_holds_after_refitting_and_is_written_down(tmp_path):
     methods = {"methods": ["fedavg", "ditto"], "rounds": 27, "refit": "validation"}
     run = fit_chosen(with_a_stranger(), out=tmp_path / "run", **methods)

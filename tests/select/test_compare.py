@@ -110,6 +110,7 @@ def test_given_settings_are_not_tuned():
         compare(fed, algorithms=[], rounds=1, settings={"cobo": {"rho": 1}})
 
 
+@pytest.mark.slow
 def test_hierarchical_needs_no_known_clusters():
     xs = [torch.randn(30, 2, dtype=torch.float64) for _ in range(3)]
     fed = Federation.from_arrays(xs, [x.sum(1) for x in xs], models.linear(), split=(0.6, 0.2, 0.2))
@@ -221,6 +222,7 @@ def patients():
     )
 
 
+@pytest.mark.slow
 def test_a_metric_chooses_settings_and_rounds_and_is_reported(patients):
     """On validation rows settings, round and method; on test rows what is told. A one-class client has no AUC."""
     result = compare(patients, algorithms=["ditto"], rounds=10, budget=4, metric="auc", folds=1)
@@ -252,6 +254,7 @@ def test_a_metric_chooses_settings_and_rounds_and_is_reported(patients):
     assert [t.run.algorithm for t in by_loss.trials] != [t.run.algorithm for t in result.trials]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # as when the page is written
 def test_a_comparison_by_a_metric_is_written_and_reported(patients, tmp_path):
     compare(patients, algorithms=[], seeds=2, rounds=4, budget=1, metric="auc", out=tmp_path / "c")
@@ -265,6 +268,7 @@ def test_a_comparison_by_a_metric_is_written_and_reported(patients, tmp_path):
     assert {run.metric for run in both["runs"]} == {"accuracy"}, "what both have recorded"
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_defined_for_anybody_is_said(patients):
     one_class = Federation.from_arrays(
         [torch.randn(20, 2)] * 3, [torch.zeros(20).long()] * 3, models.logistic(), split=(0.5, 0.25, 0.25)

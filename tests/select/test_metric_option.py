@@ -58,6 +58,7 @@ def test_clients_for_which_a_metric_is_not_defined_are_shown_as_such(
     assert found["mean"] == pytest.approx((found["clients"]["a"] + found["clients"]["b"]) / 2)
 
 
+@pytest.mark.quick("regression")
 @pytest.mark.parametrize("kind", ["binary", "multiclass", "regression"])
 def test_metrics_that_do_not_apply_are_named_with_those_that_do(
     command: Command, tmp_path: Path, write_table: WriteTable, kind: str

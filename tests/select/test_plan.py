@@ -37,6 +37,7 @@ def random_federation(seed: int) -> Federation:
     return Federation.from_arrays(xs, ys, make(l2=number(0.03, 1.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(15), pytest.param(range(100), marks=pytest.mark.slow)], ids=len)
 def test_over_random_federations_the_plan_is_never_short_and_the_certificate_is_tight(seeds):
     ratios = []

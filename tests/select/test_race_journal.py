@@ -62,6 +62,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint.Clock, "due", lambda self, t: True)
 
 
+@pytest.mark.slow
 def test_an_interrupted_race_ends_with_the_same_bytes(tmp_path: Path) -> None:
     whole = Watch()
     run = raced(tmp_path / "whole", whole)
@@ -107,6 +108,7 @@ def test_networks_race_where_rows_are_enough_and_classes_count_alike(monkeypatch
     assert auto_networks.with_network(fed, None) is None
 
 
+@pytest.mark.slow
 def test_another_race_does_not_go_on_from_it(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         raced(tmp_path / "run", Watch(5))

@@ -7,6 +7,7 @@ from coterie.experiments.cluster_shapes import _scattered, draw_cloud
 from coterie.theory.cluster_count import estimate_clusters
 
 
+@pytest.mark.quick("3.0")
 @pytest.mark.parametrize("ratio", [3.0, 5.0])
 def test_clusters_apart_are_counted(ratio):
     clouds = [draw_cloud(ratio, seed) for seed in (50, 51)]

@@ -79,6 +79,7 @@ def test_measured_errors_with_a_covariance(d, clients, tolerance):
         assert found[name] == pytest.approx(predicted, rel=tolerance), name
 
 
+@pytest.mark.slow
 def test_clients_needed_with_a_covariance_is_where_the_best_risks_meet():
     numbers = {**STANDARD, "centre2": 0.5}
     needed = learned_centre.clients_needed(**numbers, spectrum=TWO)

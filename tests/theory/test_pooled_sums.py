@@ -82,6 +82,7 @@ def test_dispersion_is_the_variance_of_the_noise(rows):
     assert np.mean(found[1::2]) == pytest.approx(0.25, rel=0.05)
 
 
+@pytest.mark.quick("sizes0-30-5", "sizes3-30-5")
 @pytest.mark.parametrize(
     ("sizes", "rows", "d"),
     [((6, 6), 30, 5), ((18, 9, 6, 3), 5, 3), ((12, 6), (5, 100), 5), ((4, 1, 1), 30, 5)],
@@ -99,6 +100,7 @@ def test_clusters_four_spreads_apart_are_found(sizes, rows, d):
     assert right >= 9
 
 
+@pytest.mark.quick("2-40-3-3", "12-10-4-1")
 @pytest.mark.parametrize(("count", "rows", "d", "most"), [(12, 10, 4, 1), (24, 20, 6, 1), (2, 40, 3, 3)])
 def test_one_cluster_is_rarely_split(count, rows, d, most):
     found = [

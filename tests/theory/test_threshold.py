@@ -93,6 +93,7 @@ def test_the_theory_threshold_finds_the_clusters_where_it_applies():
     assert 0.8 < np.mean(errors) * 50 < 1.3
 
 
+@pytest.mark.slow
 def test_own_point_start_needs_many_passes():
     """After one pass the error is rho^2 [(1-f)^2 + f^2/n + 2f(1-f)/n], not rho^2/n."""
     n, f, once, often = 200, 0.1, [], []

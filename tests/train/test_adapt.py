@@ -94,6 +94,7 @@ def ridge_gradient(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return x.T @ (x @ w - y) / len(x) + penalty * w
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_from_the_shared_model(trained: dict[str, Path]) -> None:
     run, new = trained["fine-tuned"], clinics(1, 20, seed=3, first=9)
     state, fed = load_state(run), whole(run, new)
@@ -169,6 +170,20 @@ def test_the_others_stay_as_they_were(trained: dict[str, Path]) -> None:
     assert {file: file.read_bytes() for file in trained["ditto"].rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.quick(
+    "local",
+    "fedavg",
+    "fine-tuned",
+    "ditto",
+    "cobo",
+    "ifca",
+    "hierarchical",
+    "fedper",
+    "fedbn",
+    "ffa-lora",
+    "trees",
+    "async-l2gd",
+)
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
 def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
     table = clinics(6, 30, seed=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import coterie
-from coterie.train.roster import Roster
+from coterie.train.roster import RunRoster
 
 
 def test_rows_clusters_and_class_shares_come_back(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_rows_clusters_and_class_shares_come_back(tmp_path: Path) -> None:
         xs, ys, coterie.models.softmax(), names=["a", "b"], clusters=["u", "v"]
     )
     coterie.fit(fed, "local", rounds=1, out=tmp_path / "run")
-    found = Roster.load(tmp_path / "run")
+    found = RunRoster.load(tmp_path / "run")
     assert found is not None and found.names == ["a", "b"]
     assert found.rows["train"] == [4, 2] and found.rows["test"] == [0, 0]
     assert found.clusters == [0, 1] and found.cluster_names == ["u", "v"]
@@ -27,11 +27,11 @@ def test_rows_clusters_and_class_shares_come_back(tmp_path: Path) -> None:
 def test_means_are_in_the_units_of_the_table(tmp_path: Path) -> None:
     table = {"c": ["a"] * 4 + ["b"] * 4, "x": list(range(8)), "y": [10.5, 12, 11, 13, 100, 104, 102, 98.0]}
     fed = coterie.Federation.from_table(table, "c", "y", split=(1.0, 0.0, 0.0))
-    targets = Roster.of(fed).targets
+    targets = RunRoster.of(fed).targets
     assert targets is not None
     torch.testing.assert_close(torch.tensor(targets["mean"]), torch.tensor([11.625, 101.0]))
     torch.testing.assert_close(torch.tensor(targets["sd"][1]), torch.tensor(5.0).sqrt())
 
 
 def test_an_older_folder_has_none(tmp_path: Path) -> None:
-    assert Roster.load(tmp_path) is None
+    assert RunRoster.load(tmp_path) is None

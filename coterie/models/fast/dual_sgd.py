@@ -66,14 +66,14 @@ def run(job: SgdJob) -> LazyModels:
     """Return the models [k, d] after all steps; threads take parts of the clients with about as many rows each."""
     model, rows = job.model, job.rows
     assert isinstance(model, Glm)
-    shape = (model.outputs, model.columns)
-    tables, anchors = job.x.unflatten(-1, shape), None
+    shape = (-1, model.outputs, model.columns)
+    tables, anchors = job.x.view(shape), None
     if job.anchor is not None and job.prox:
-        anchors = job.anchor.unflatten(-1, shape)
+        anchors = job.anchor.view(shape)
     pulled = job.lr * job.prox if anchors is not None else 0.0
     keeps, share, anchor_share = 1 - pulled - job.lr * model.l2, 1.0, 0.0
     if job.linear is not None:
-        anchors, pulled = job.linear.unflatten(-1, shape), -job.lr
+        anchors, pulled = job.linear.view(shape), -job.lr
     for _ in job.draws.numbers:
         share, anchor_share = share * keeps, anchor_share * keeps + pulled
     rates = Rates(job.lr, keeps, pulled, share, anchor_share)
