@@ -22,7 +22,7 @@ INSTALLED = {
     "uv": "uv",
     "cyclonedx-py": "cyclonedx-bom",
 }  # the package of a command that a step before installs
-MODULES = {"pip", "venv", "pytest", "cibuildwheel"}
+MODULES = {"pip", "venv", "pytest", "cibuildwheel", "release.ready"}
 
 
 def jobs(path: Path) -> dict[str, dict[str, Any]]:
