@@ -33,9 +33,10 @@ fuzz: .venv/.test
 faults: .venv/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults --moments 20
 
-# The report is tested in a real browser; without one those tests are skipped.
+# The report is tested in a real browser; without one those tests are skipped. What drives it needs libatomic, which bare
+# machines lack.
 browser:
-	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } >/dev/null 2>&1 \
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium libatomic1; } >/dev/null 2>&1 \
 		|| echo "no chromium, and it could not be installed: the tests of the report in a browser are skipped"
 
 lint: .venv/.lint

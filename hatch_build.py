@@ -1,4 +1,4 @@
-"""Build hooks: the C library, and the README as PyPI shows it.
+"""Build hooks: the C library, and the links that PyPI shows.
 
 coterie/_core/native/*.c are compiled into one library; without a compiler the package is installed without it.
 
@@ -43,18 +43,29 @@ class Kernels(BuildHookInterface):
         build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform_tag()}"
 
 
-class Readme(MetadataHookInterface):
-    """Links to files of the repository are absolute if pyproject.toml has its address, and words without it."""
+class Links(MetadataHookInterface):
+    """Addresses on PyPI, all of which begin with the one of the repository that pyproject.toml names."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
-        repository = metadata.get("urls", {}).get("Repository")
-        metadata["readme"] = {"content-type": "text/markdown", "text": for_pypi(text, repository)}
+        repository = self.config["repository"]
+        files = f"{repository}/blob/v{metadata['version']}" if repository else ""
+        metadata["readme"] = {"content-type": "text/markdown", "text": for_pypi(text, files)}
+        metadata["urls"] = (
+            {
+                "Documentation": f"{files}/docs/index.md",
+                "Changelog": f"{files}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+                "Repository": repository,
+            }
+            if repository
+            else {}
+        )
 
 
-def for_pypi(text: str, repository: str | None) -> str:
-    """Return a README whose links all lead somewhere outside of the repository."""
-    there = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
+def for_pypi(text: str, files: str) -> str:
+    """Return a README whose links to files of the repository begin with their address, or are words if it is ""."""
+    there = rf"[\1]({files}/\2)" if files else r"\1"
     return re.sub(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)", there, text)
 
 

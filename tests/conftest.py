@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -36,6 +39,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Bytes by their number: packed ones hold the time, and all processes must give a test one name."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests in a browser where the driver that playwright brings cannot start."""
+    if item.get_closest_marker("browser") and (problem := _driver_problem()):
+        pytest.skip(f"playwright does not start: {problem} (on a bare Debian: apt-get install libatomic1)")
+
+
+@functools.cache
+def _driver_problem() -> str:
+    """Return the last line of what playwright's driver says when it cannot start, "" if it can."""
+    done = subprocess.run([sys.executable, "-m", "playwright", "--version"], capture_output=True, text=True)
+    return (done.stderr.strip() or "no reason given").splitlines()[-1] if done.returncode else ""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 import coterie
 from coterie._core.extras import EXTRAS
 from coterie.cli import COMMANDS
-from release import install, lock, smoke
+from release import install, lock, ready, smoke
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -65,14 +65,78 @@ def test_files_for_machines_can_be_read(name: str) -> None:
         assert set(publish["needs"]) == set(found["jobs"]) - {"publish"}
 
 
-def test_the_readme_of_pypi_has_no_link_that_leads_nowhere(hooks: ModuleType) -> None:
+RELATIVE = re.compile(r"\]\((?!https?://|#)")
+
+
+def published(repository: str) -> tuple[dict[str, str], str]:
+    """Return project URLs and README as the build backend makes them, if pyproject.toml names this address."""
+    pytest.importorskip("hatchling", reason="the build backend, which coterie[test] brings")
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    whole["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"] = repository
+    core = ProjectMetadata(str(ROOT), PluginManager(), whole).core
+    assert not core.dynamic
+    return core.urls, core.readme
+
+
+def test_pypi_shows_links_that_lead_to_the_files_of_the_version() -> None:
+    urls, readme = published("https://example.org/a/b")
+    there = f"https://example.org/a/b/blob/v{coterie.__version__}/"
+    assert urls["Repository"] == "https://example.org/a/b" and urls["Changelog"] == f"{there}CHANGELOG.md"
+    assert not RELATIVE.search(readme) and f"[docs/verdicts.md]({there}docs/verdicts.md)" in readme
+    files = [
+        link for link in (*urls.values(), *re.findall(r"\]\(([^)]+)\)", readme)) if link.startswith(there)
+    ]
+    assert len(files) > 20
+    for link in files:
+        assert ROOT.joinpath(link.removeprefix(there).partition("#")[0]).exists(), link
+
+
+def test_pypi_shows_no_link_while_the_address_is_unknown() -> None:
+    urls, readme = published("")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    relative = re.compile(r"\]\((?!https?://|#)")
-    assert relative.search(text)
-    assert not relative.search(hooks.for_pypi(text, None))
-    assert hooks.for_pypi("[a](docs/b.md), [c](https://d)", None) == "a, [c](https://d)"
-    assert hooks.for_pypi("[a](docs/b.md)", "https://r") == "[a](https://r/blob/main/docs/b.md)"
+    assert RELATIVE.search(text) and not RELATIVE.search(readme)
+    assert not urls and "(docs/verdicts.md)" in readme  # the words of a link
     assert re.search(r"^pip install coterie$", text.partition("## From Python")[0], flags=re.MULTILINE)
+
+
+def test_a_release_is_refused_until_everything_is_filled_in(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(name).write_text(text, encoding="utf-8")
+
+    def name_the_address(address: str) -> None:
+        write("pyproject.toml", f"[tool.hatch.metadata.hooks.custom]\nrepository = '{address}'\n")
+
+    github = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b"}
+    write("coterie/__init__.py", '__version__ = "1.2.3"\n')
+    write("CITATION.cff", "cff-version: 1.2.0\nversion: 1.2.2\n")
+    write("CHANGELOG.md", "## [Unreleased]\n### Added\n- one\n- two\n\n## [1.2.2]\n- three\n")
+    name_the_address("")
+    found = ready.problems("v1.2.4", tmp_path, github)
+    assert [line.partition(":")[0] for line in found] == [
+        "coterie/__init__.py", "CITATION.cff", "CHANGELOG.md", "CHANGELOG.md", "pyproject.toml",
+    ]  # fmt: skip
+    assert "2 entries" in found[3] and "https://github.com/a/b" in found[4]
+
+    write("CITATION.cff", "cff-version: 1.2.0\nversion: 1.2.3\n")
+    write("CHANGELOG.md", "## [Unreleased]\n\n## [1.2.3]\n- one\n- two\n\n## [1.2.2]\n- three\n")
+    for address, word in (("https://github.com/a/b/", "slash"), ("https://github.com/a/c", "publishes")):
+        name_the_address(address)
+        (problem,) = ready.problems("v1.2.3", tmp_path, github)
+        assert address in problem and word in problem
+    name_the_address("https://github.com/A/b")
+    assert ready.problems("v1.2.3", tmp_path, github) == ready.problems("v1.2.3", tmp_path, {}) == []
+
+
+def test_the_release_workflow_asks_whether_the_commit_is_ready() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    scripts = [step.get("run", "") for step in workflow["jobs"]["check"]["steps"]]
+    asked = scripts.index('python -m release.ready "$GITHUB_REF_NAME"')
+    assert asked < scripts.index("make release-check") and "check" in workflow["jobs"]["publish"]["needs"]
 
 
 @pytest.mark.parametrize(

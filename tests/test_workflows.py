@@ -17,12 +17,12 @@ yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-OF_RUNNERS = {"git", "gh", "sed", "grep", "test", "echo", "rm", "installed/bin/python"}
+OF_RUNNERS = {"git", "gh", "sed", "test", "echo", "rm", "apt-get", "installed/bin/python"}
 INSTALLED = {
     "uv": "uv",
     "cyclonedx-py": "cyclonedx-bom",
 }  # the package of a command that a step before installs
-MODULES = {"pip", "venv", "pytest", "cibuildwheel"}
+MODULES = {"pip", "venv", "pytest", "cibuildwheel", "release.ready"}
 
 
 def jobs(path: Path) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import polars
 import pytest
 import torch
 
@@ -11,7 +12,9 @@ from coterie import Federation, fit, resume
 from coterie._core import files
 from coterie._core.errors import CoterieError, RunError
 from coterie.algorithms import make
+from coterie.data import bundled, tables
 from coterie.report.page import write_report
+from coterie.train.adapt import adapt
 from coterie.train.export import export
 from coterie.train.predict import Predictor
 
@@ -39,6 +42,24 @@ def test_an_old_run_predicts_and_exports(old):
 def test_an_old_run_is_reported(old):
     write_report([old / "finished"], old / "report.html")
     assert "cleveland" in (old / "report.html").read_text()
+
+
+def test_an_old_run_is_loaded(old):
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    known, fresh = coterie.load(old / "finished"), heart(3)
+    assert torch.allclose(known.score("test", "accuracy"), fresh.score("test", "accuracy"))
+    assert known.ledger.equals(fresh.ledger)
+    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+
+
+def test_an_old_run_is_adapted(old):
+    """To the rows of one of its hospitals under another name, as a run of today is."""
+    table = tables.read(bundled.path("heart_disease")).filter(polars.col("hospital") == "cleveland").head(60)
+    newcomer = table.with_columns(hospital=polars.lit("elsewhere"))
+    heart(3).save(old / "fresh")
+    known, fresh = adapt(old / "finished", newcomer), adapt(old / "fresh", newcomer)
+    assert known.names == fresh.names == ["elsewhere"]
+    assert torch.allclose(known.models, fresh.models, rtol=1e-9, atol=1e-12)
 
 
 def test_an_old_run_is_resumed(old):
