@@ -66,9 +66,12 @@ def find_reversed(sums: np.ndarray, binary: bool) -> Reversed:
     if np.square(np.median(correlation[judged], 0)).sum() < _SIGNAL:
         return Reversed()
     usual = np.median(slope[judged], 0)
-    length = float(np.square(usual).sum())
-    if length <= 0:
+    unit = float(np.abs(usual).max())
+    if not 0 < unit < math.inf:
         return Reversed()
+    # Squares are finite whatever unit the target has.
+    slope, error, usual = slope / unit, error / unit, usual / unit
+    length = float(np.square(usual).sum())
     along = slope @ usual / length
     noise = np.sqrt(np.square(error * usual).sum(1)) / length
     back = along <= np.minimum(-0.4, -_OPPOSITE * noise)

@@ -251,6 +251,14 @@ def test_slopes_that_differ_are_not_exchanged_labels(task: str) -> None:
     assert np.mean(found) > 0.85
 
 
+@pytest.mark.parametrize("unit", [1e-120, 1e120])
+def test_exchanged_signs_are_found_in_any_unit_of_the_target(unit: float) -> None:
+    sums = random_slopes(0, 0.1, "regression", True)
+    sums[:, :-1, 6] *= unit
+    sums[:, -1, 2] *= unit**2
+    assert find_reversed(sums, False).turned == [0]
+
+
 def test_one_slope_of_three_is_not_everything() -> None:
     """A client that reverses its strongest slope alone is named, and not turned round."""
     draw = np.random.default_rng(0)
