@@ -332,9 +332,8 @@ class LocalRuntime(Runtime):
         encoder = Encoder(call.compress, call.phase)
         made = Client(self, at, keys, algorithm.batch, encoder, threads, _optimizer(call))
         if self.private is not None:
-            stays: frozenset[str] = getattr(algorithm, "stays", frozenset())
-            if call.phase != "deploy" and call.phase not in stays:
-                made.private, made.stays = self.private, stays
+            if call.phase != "deploy" and call.phase not in algorithm.stays:
+                made.private, made.stays = self.private, algorithm.stays
                 made.use = f"{call.phase} {call.round} {call.call}"
         return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
@@ -30,11 +30,14 @@ if TYPE_CHECKING:
 class FederatedAlgorithm(Protocol):
     """What the engine needs of an algorithm; `coterie.Algorithm` has it.
 
-    Phases are further methods. The engine finds them by name. `reveals` says what each of them sends.
+    Phases are further methods. The engine finds them by name. `reveals` says what each of them sends, `starts_from` of
+    which argument its reply is a moved copy, `stays` which of them (or of their streams) send nothing to the server.
     """
 
     reveals: ClassVar[dict[str, Any]]
     varying: ClassVar[frozenset[str]]
+    starts_from: ClassVar[Mapping[str, str]]
+    stays: ClassVar[frozenset[str]]
 
     @property
     def name(self) -> str:

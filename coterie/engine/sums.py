@@ -278,7 +278,7 @@ class HeldByClients:
 
 def started_from(call: Call, count: int) -> Tensor | None:
     """Return what `count` clients moved away from in their replies, [count, ...]; None if the method does not say."""
-    name = getattr(call.algorithm, "starts_from", {}).get(call.phase)
+    name = call.algorithm.starts_from.get(call.phase)
     if name is None:
         return None
     if name in call.each:
