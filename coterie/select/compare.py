@@ -16,7 +16,7 @@ from coterie.select.comparison import ALONE, Comparison, Trial, summary_row
 from coterie.select.comparison_folder import save_comparison
 from coterie.select.cross_validation import can_fold, few_rows
 from coterie.select.divisions import Division, divisions, federation, folds_for
-from coterie.select.entrants import AUTO, BASELINES, Found, Raced, Tuned, Watch, entrants, validation_cost
+from coterie.select.entrants import AUTO, BASELINES, BestRun, Raced, Tuned, Watch, entrants, validation_cost
 from coterie.select.guard import can_guard, guarded_cost, let_keep_own, tell_effect, with_guard
 from coterie.select.held_out import choosing_metric
 from coterie.select.verdict import row_metric
@@ -121,12 +121,12 @@ def compare(
     meter = _Meter(watch, seeds * folds * sum(entrant.cost(rounds) for entrant in field_))
     in_turn = _chooses_in_turn(whole, field_, folds, asked)
     judge = choosing_metric(asked or LOSS, whole.model) if in_turn else None
-    divided: list[tuple[Division, dict[str, Found]]] = []
+    divided: list[tuple[Division, dict[str, BestRun]]] = []
     for division in divisions(whole, seeds, folds):
         place = f"fold {division.number + 1}" if folds > 1 else f"split {division.number + 1}"
         what = "{}, " + place if seeds * folds > 1 else "{}"
         _require_rows(division.fed)
-        found: dict[str, Found] = {}
+        found: dict[str, BestRun] = {}
         for entrant in field_:
             step = meter.watch(what.format(entrant.name))
             found[entrant.name] = entrant.best(division.fed, rounds, step, asked, judge)
@@ -172,8 +172,8 @@ def _chooses_in_turn(
 
 def _scored(
     name: str,
-    found: Found,
-    alone: Found,
+    found: BestRun,
+    alone: BestRun,
     division: Division,
     reported: Metric,
     asked: Metric | None,

@@ -28,7 +28,7 @@ AUTO = "auto"  # the method and settings that a race of its own chooses
 Watch = Callable[[str, int, int], None]  # what is being done, rounds done, rounds in all
 
 
-class Found(NamedTuple):
+class BestRun(NamedTuple):
     """The run of an entrant, and the values of rows held out in turn where methods are chosen by those."""
 
     run: Run
@@ -77,7 +77,7 @@ class Tuned:
         watch: Watch,
         metric: Metric | None = None,
         judge: Metric | None = None,
-    ) -> Found:
+    ) -> BestRun:
         """Return the run that did best on validation rows, at the round at which it did.
 
         With a `judge`, its settings are trained again for as many rounds where further rows are held out in turn.
@@ -102,7 +102,7 @@ class Tuned:
             field = [(one.algorithm, one) for one in left]
         best = left[0]
         held_out = None if judge is None else _in_turn(best, fed, rounds, judge)
-        return Found(best.finish(), held_out)
+        return BestRun(best.finish(), held_out)
 
 
 def _in_turn(best: Contestant, fed: Federation, rounds: int, judge: Metric) -> HeldOutRows | None:
@@ -145,10 +145,10 @@ class Raced:
         watch: Watch,
         metric: Metric | None = None,
         judge: Metric | None = None,
-    ) -> Found:
+    ) -> BestRun:
         """Return the run that won the race, and what the race says of rows held out in turn."""
         choice = choose(fed, rounds, watch=watch, metric=metric, cross_fit=self.cross_fit)
-        return Found(choice.run, choice.held_out)
+        return BestRun(choice.run, choice.held_out)
 
 
 def entrants(

@@ -30,7 +30,7 @@ _INDIFFERENT = 5e-4  # a variance that raises the log likelihood by less than th
 
 
 @dataclass(frozen=True)
-class Mixture:
+class FittedMixture:
     """A mixture that was fitted.
 
     Parameters
@@ -53,9 +53,9 @@ class Mixture:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.mixture import Mixture
+    >>> from coterie.theory.mixture import FittedMixture
     >>> one = torch.ones(1)
-    >>> round(Mixture(one, one[None], 1.0, one, torch.ones(20, 1), likelihood=-30.0, numbers=2).evidence, 3)
+    >>> round(FittedMixture(one, one[None], 1.0, one, torch.ones(20, 1), likelihood=-30.0, numbers=2).evidence, 3)
     -32.996
     """
 
@@ -132,7 +132,7 @@ def mixture(
     noise: float | None = None,
     seed: int = 0,
     start: Tensor | None = None,
-) -> Mixture:
+) -> FittedMixture:
     """Fit a mixture of k clusters by maximum likelihood.
 
     Parameters
@@ -152,7 +152,7 @@ def mixture(
 
     Returns
     -------
-    Mixture
+    FittedMixture
         The best of several starts.
 
     Examples
@@ -189,7 +189,7 @@ def mixture(
 
 def best_mixture(
     sums: Sums, groups: Tensor, *, noise: float | None = None, most: int = MOST_CLUSTERS, seed: int = 0
-) -> Mixture:
+) -> FittedMixture:
     """Fit mixtures of 1, 2, ... clusters, and return the one with the largest evidence.
 
     Parameters
@@ -207,7 +207,7 @@ def best_mixture(
 
     Returns
     -------
-    Mixture
+    FittedMixture
         The best one.
 
     Examples
@@ -222,7 +222,7 @@ def best_mixture(
     >>> len(best_mixture(sums, pattern("same", 1)).shares)
     2
     """
-    tried: list[Mixture] = []
+    tried: list[FittedMixture] = []
     for k in range(1, min(most, len(sums.rows) // 2) + 1):
         tried.append(mixture(sums, groups, k, noise=noise, seed=seed))
         best = max(tried, key=lambda one: one.evidence)
@@ -247,7 +247,7 @@ class _Fit:
         noise = sizes[0] if self.noise is None else torch.full_like(sizes[0], self.noise)
         return noise, torch.where(self.groups >= 0, sizes[1:][self.groups.clamp(min=0)], 0.0)
 
-    def run(self, membership: Tensor, steps: int, start: Mixture | None = None) -> Mixture:
+    def run(self, membership: Tensor, steps: int, start: FittedMixture | None = None) -> FittedMixture:
         """Return the mixture after some steps, or fewer if the likelihood has settled."""
         logs = torch.zeros(len(self.scale), dtype=torch.float64)
         if start is not None:
@@ -270,7 +270,7 @@ class _Fit:
         noise, spread = self.unpack(logs)
         k, d = centres.shape
         numbers = k - 1 + k * d + len(logs) - len(fixed)
-        return Mixture(shares, centres, float(noise), spread, membership, value, numbers)
+        return FittedMixture(shares, centres, float(noise), spread, membership, value, numbers)
 
     def _each(self, centres: Tensor, shares: Tensor, logs: Tensor) -> Tensor:
         """Return log pi_k + log likelihood of each client in cluster k, [n, K]."""
@@ -296,7 +296,7 @@ class _Fit:
         return logs, value
 
 
-def certainties(sums: Sums, found: Mixture) -> Tensor:
+def certainties(sums: Sums, found: FittedMixture) -> Tensor:
     """Return the inverse covariance of each centre given all rows and memberships, [K, d, d].
 
     Parameters
@@ -314,11 +314,11 @@ def certainties(sums: Sums, found: Mixture) -> Tensor:
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.mixture import Mixture, certainties
+    >>> from coterie.theory.mixture import FittedMixture, certainties
     >>> from coterie.theory.variance_components import Sums
     >>> one = torch.ones(1).double()
     >>> sums = Sums.of([torch.ones(3, 1).double()] * 2, [torch.zeros(3).double()] * 2, torch.zeros(2).long())
-    >>> certainties(sums, Mixture(one, one[None], 1.0, 0 * one, torch.ones(2, 1).double(), 0.0, 2)).item()
+    >>> certainties(sums, FittedMixture(one, one[None], 1.0, 0 * one, torch.ones(2, 1).double(), 0.0, 2)).item()
     6.0
     """
     sums = sums.double()
