@@ -17,7 +17,6 @@ import torch
 if TYPE_CHECKING:
     import polars
 
-    from coterie.engine.aggregate import Aggregate
     from coterie.engine.federation import Federation
 
 SIZES = (9, 14, 20, 31, 12, 40, 25, 18, 33, 10, 21)
@@ -156,21 +155,16 @@ class Live:
         for job in jobs:
             federation_folder.follow(job, watch, limit=PATIENCE)
 
-    def local(
-        self, nodes: Sequence[str] = THREE, rule: Aggregate | None = None, **options: Any
-    ) -> Federation:
-        """The same clients in this process, averaged as on nodes unless another rule is given."""
+    def local(self, nodes: Sequence[str] = THREE, **options: Any) -> Federation:
+        """The same clients in this process."""
         import polars
 
-        from coterie.engine.aggregate import ON_NODES
         from coterie.engine.federation import Federation
 
         clients = [client(k) for name in nodes for k in HOLDS[name]]
         rows = self.frame.filter(polars.col("who").is_in(clients))
         roles = {"cluster": "group"} if not options.pop("plain", False) else {"drop": ["group"]}
-        made = Federation.from_table(rows, "who", "y", **roles, **options)
-        made.aggregate = ON_NODES if rule is None else rule
-        return made
+        return Federation.from_table(rows, "who", "y", **roles, **options)
 
     def models(self, job: Path, nodes: Sequence[str] = THREE) -> dict[str, torch.Tensor]:
         """The models on the disks of the nodes, by client."""

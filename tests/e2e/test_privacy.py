@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from coterie.algorithms import make
-from coterie.engine.aggregate import PLAIN
 from coterie.train.fit import fit
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def test_a_secure_run_trains_what_one_process_trains(live: Live) -> None:
     }
     live.run(*jobs.values())
     for name, job in jobs.items():
-        here = fit(live.local(rule=PLAIN, l2=0.1), methods[name], 3, evaluate_every=0)
+        here = fit(live.local(l2=0.1), methods[name], 3, evaluate_every=0)
         there = live.models(job)
         for k, client in enumerate(here.fed.names):
             assert float((there[client] - here.personal[k]).abs().max()) < 1e-5
@@ -43,7 +42,7 @@ def test_trees_grow_from_secure_sums_of_histograms(live: Live) -> None:
     trees = make("trees", leaves=4, least=2.0)
     job = live.job("secure-trees", trees, 3, secure=True)
     live.run(job)
-    here = fit(live.local(rule=PLAIN, model=trees.own_model(3)), trees, 3, evaluate_every=0)
+    here = fit(live.local(model=trees.own_model(3)), trees, 3, evaluate_every=0)
     there = live.models(job)
     for k, client in enumerate(here.fed.names):
         assert float((there[client] - here.personal[k]).abs().max()) < 1e-5
