@@ -242,3 +242,8 @@ def test_one_class_name_is_one_class() -> None:
         for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.M):
             found.setdefault(name, []).append(str(file.relative_to(PACKAGE)))
     assert not {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_the_seam_between_server_and_clients_is_typed() -> None:
+    text = (PACKAGE / "engine" / "protocol.py").read_text(encoding="utf-8")
+    assert not re.findall(r"\bAny\b|\b(?:get|has)attr\(", text)

@@ -7,18 +7,18 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
 
 from coterie._core.errors import SettingError, nearest
 from coterie.engine.calls import arguments
 from coterie.engine.federation import Federation
+from coterie.engine.protocol import Disclosure as Disclosure
+from coterie.engine.protocol import Reveals as Reveals
 from coterie.engine.state import State
 from coterie.models.base import Model
 
-Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
-Reveals = dict[str, Disclosure]
 DISCLOSURES: dict[Disclosure, str] = {
     "nothing": "sends nothing",
     "aggregate": "sends a few numbers about all training rows, such as a loss or a curvature",
@@ -314,6 +314,11 @@ class Algorithm:
             The bound.
         """
         return math.inf
+
+    @property
+    def optimizer(self) -> str:
+        """Optimiser of the steps of `client.sgd`; a setting of methods that let their users choose it."""
+        return "sgd"
 
     varying: ClassVar[frozenset[str]] = frozenset()
     """Phases whose messages may be shorter than `traffic` declares, because what is asked depends on the data."""

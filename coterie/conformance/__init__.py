@@ -29,7 +29,6 @@ from coterie.conformance.runtimes import L2, ROUNDS, RUNTIMES, Open, Options, ch
 from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Answer, Call, Visits
-from coterie.engine.state import State
 from coterie.train import fit as training
 from coterie.train.divergence import divergence_ignored
 from coterie.train.run import Run
@@ -353,7 +352,8 @@ class _Watchful(LocalRuntime):
     def run(self, call: Call, visits: Visits, *rest: Any, **named: Any) -> Answer:
         count = len(self.ids) if visits.at is None else len(visits.at)
         self.visits[call.phase] += count
-        given = {**State(**call.shared).tensors(), **call.each}
+        shared = {name: value for name, value in call.shared.items() if isinstance(value, Tensor)}
+        given = {**shared, **call.each}
         kept = {name: column.rows for name, column in self.store.columns.items()}
         before = {name: value.clone() for name, value in given.items()}
         kept_before = {name: value.clone() for name, value in kept.items()}

@@ -16,7 +16,7 @@ from coterie._core import broadcast
 from coterie.deploy import messages, wire
 from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
-from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Visits
+from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Sent, Visits
 from coterie.models.metrics import Metric
 
 
@@ -76,7 +76,7 @@ class LoopbackRuntime(Runtime):
         """Run a phase on the nodes of these clients."""
         return self._ask(call, visits, None, True, "")
 
-    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
+    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Sent] | None = None) -> Answer:
         """Return the deployed models of these clients."""
         return self._ask(call, visits, welcome, False, "")
 
@@ -86,7 +86,7 @@ class LoopbackRuntime(Runtime):
         visits: Visits,
         split: str,
         metrics: Sequence[Metric],
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, Sent] | None = None,
     ) -> Answer:
         """Return the metrics' sums of the deployed models on one split."""
         return self._ask(call, visits, welcome, False, split, metrics)
@@ -136,7 +136,7 @@ class LoopbackRuntime(Runtime):
         self,
         call: Call,
         visits: Visits,
-        welcome: dict[str, Any] | None,
+        welcome: dict[str, Sent] | None,
         lasting: bool,
         split: str,
         metrics: Sequence[Metric] = (),

@@ -33,7 +33,7 @@ from coterie.deploy.answers import (
 )
 from coterie.deploy.secure_sums import RemoteHeld, SumCaller
 from coterie.deploy.transport import Envelope, Forgot, Late, NodeCaller
-from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Visits
+from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Sent, Visits
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.metrics import Metric
@@ -210,7 +210,7 @@ class RemoteRuntime(Runtime):
         visits: Visits,
         split: str,
         metrics: Sequence[Metric],
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, Sent] | None = None,
     ) -> Answer:
         """Return sums of metrics; a client whose node is away has NaN."""
         answer = self._ask("call", call, visits, welcome, split=split, metrics=metrics)
@@ -225,7 +225,7 @@ class RemoteRuntime(Runtime):
                     filled[name][mine] = 0.0 if name == "rows" else torch.nan
         return Answer(self._in_range(filled, metrics, asked))
 
-    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
+    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Sent] | None = None) -> Answer:
         """Let every node store its models; the answer is the round, or -1 where a node is away."""
         answer = self._ask("deploy", call, visits, welcome)
         count = self.n if visits.at is None else len(visits.at)
@@ -394,7 +394,7 @@ class RemoteRuntime(Runtime):
         kind: str,
         call: Call,
         visits: Visits,
-        welcome: dict[str, Any] | None,
+        welcome: dict[str, Sent] | None,
         lasting: bool = False,
         split: str = "",
         metrics: Sequence[Metric] = (),

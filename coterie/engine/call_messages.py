@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from coterie.engine.compressors import compressor
-from coterie.engine.protocol import Call, FederatedAlgorithm, Visits
+from coterie.engine.protocol import Call, FederatedAlgorithm, Sent, Visits
 from coterie.models.metrics import Metric
 
 
@@ -17,7 +17,7 @@ def ask(
     visits: Visits,
     mine: Tensor,
     at: Tensor | None,
-    welcome: dict[str, Any] | None = None,
+    welcome: dict[str, Sent] | None = None,
     lasting: bool = False,
     split: str = "",
     metrics: Sequence[Metric] = (),

@@ -23,7 +23,7 @@ from coterie.engine.from_texts import from_texts
 from coterie.engine.ledger import INSIDE, Entry, Ledger, weigh
 from coterie.engine.noise import Noise
 from coterie.engine.privacy import ClientPrivacy, NoisyNodes, Privacy, PrivateHeld
-from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Visits
+from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Runtime, Sent, Visits
 from coterie.engine.replies import Replies
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.state import State
@@ -324,7 +324,7 @@ class Federation:
         """
         asked = self._asked(metrics)
 
-        def run(call: Call, visits: Visits, welcome: dict[str, Any] | None) -> Answer:
+        def run(call: Call, visits: Visits, welcome: dict[str, Sent] | None) -> Answer:
             return self.runtime.evaluate(call, visits, split, asked, welcome)
 
         answers = self._deployed(algorithm, state, run)

@@ -26,7 +26,7 @@ from coterie.engine.encoding import Encoded, Encoder
 from coterie.engine.minibatches import MinibatchPrefetch
 from coterie.engine.phase_output import all_finite, as_reply, witnesses
 from coterie.engine.prefetch import Prefetch
-from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Visits, visit_keys
+from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Sent, Visits, visit_keys
 from coterie.engine.row_privacy import RowPrivacy
 from coterie.engine.state import State
 from coterie.engine.store import Store
@@ -185,7 +185,7 @@ class LocalRuntime(Runtime):
         self,
         call: Call,
         visits: Visits,
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, Sent] | None = None,
         lasting: bool = True,
         then: Callable[[Client, Tensor], Any] | None = None,
         packed: bool = False,
@@ -202,14 +202,14 @@ class LocalRuntime(Runtime):
 
         def visit(
             client: Client, rows: slice | int
-        ) -> tuple[dict[str, Any], Tensor | None, dict[str, Encoded]]:
+        ) -> tuple[dict[str, Tensor], Tensor | None, dict[str, Encoded]]:
             if welcome is not None and call.algorithm.begin is not None:
                 call.algorithm.begin(client, **self._received(welcome, {}, client, rows))
             reply = self._prefetch.reply(call, client) if welcome is None else None
             if reply is None:
                 reply = phase(client, **self._received(call.shared, call.each, client, rows))
             reply = reply if then is None else then(client, reply)
-            named: dict[str, Any] = dict(as_reply(reply, call.phase))
+            named: dict[str, Tensor] = dict(as_reply(reply, call.phase))
             if packed or not lasting or call.compress is not None:
                 named = {name: materialize(value) for name, value in named.items()}
             sent = client.encoder.encode_reply(client, named) if call.compress is not None else {}
@@ -238,7 +238,7 @@ class LocalRuntime(Runtime):
         if len(self.train.x) * self.model.d < threads.SHARED_PRODUCTS:
             return None
         keys = functools.partial(visit_keys, self.seed, call, self.ids, None)
-        return Client(self, None, keys, call.algorithm.batch, optimizer=_optimizer(call))
+        return Client(self, None, keys, call.algorithm.batch, optimizer=call.algorithm.optimizer)
 
     def _visited(
         self, call: Call, visits: Visits, visit: Callable[[Client, slice | int], Any]
@@ -267,7 +267,7 @@ class LocalRuntime(Runtime):
         for at, client, answer in waiting:
             yield at, client, answer.result()
 
-    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
+    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Sent] | None = None) -> Answer:
         """Return the models that `deploy` gives, which `score` takes; nothing is kept."""
         return self.run(call, visits, welcome, lasting=False, then=Client.calibrated)
 
@@ -287,7 +287,7 @@ class LocalRuntime(Runtime):
         visits: Visits,
         split: str,
         metrics: Sequence[Metric],
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, Sent] | None = None,
     ) -> Answer:
         """Return the sums of each metric for the deployed models on one split, and "rows"; keep nothing."""
 
@@ -330,7 +330,7 @@ class LocalRuntime(Runtime):
         """Return a stack of clients for a call."""
         algorithm = call.algorithm
         encoder = Encoder(call.compress, call.phase)
-        made = Client(self, at, keys, algorithm.batch, encoder, threads, _optimizer(call))
+        made = Client(self, at, keys, algorithm.batch, encoder, threads, call.algorithm.optimizer)
         if self.private is not None:
             if call.phase != "deploy" and call.phase not in algorithm.stays:
                 made.private, made.stays = self.private, algorithm.stays
@@ -382,8 +382,8 @@ class LocalRuntime(Runtime):
         return max(1, self.train.x[0].numel()) if len(self.train.x) else 1
 
     def _received(
-        self, shared: dict[str, Any], each: dict[str, Tensor], client: Client, rows: slice | int
-    ) -> dict[str, Any]:
+        self, shared: dict[str, Sent], each: dict[str, Tensor], client: Client, rows: slice | int
+    ) -> dict[str, Sent]:
         lead = client.lead
         received = {
             name: value.expand(*lead, *value.shape) if isinstance(value, Tensor) else value
@@ -393,7 +393,7 @@ class LocalRuntime(Runtime):
             received[name] = value[rows]
         return received
 
-    def _good(self, named: dict[str, Any], client: Client, phase: str) -> Tensor | None:
+    def _good(self, named: dict[str, Tensor], client: Client, phase: str) -> Tensor | None:
         """Which clients of the stack answered with finite numbers (None: all)."""
         lead = client.lead
         for name, value in (*named.items(), *client.written.items()):
@@ -443,8 +443,3 @@ class LocalRuntime(Runtime):
 
 def _no_draws() -> Tensor:
     raise CoterieError("a phase draws random numbers while several rounds are computed at once")
-
-
-def _optimizer(call: Call) -> str:
-    """Return the optimiser of local steps, a setting of algorithms that use `client.sgd`."""
-    return str(getattr(call.algorithm, "optimizer", "sgd"))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from coterie._core.errors import CoterieError
 from coterie.data.rows import Rows
 from coterie.engine.compressors import Compressor
 from coterie.engine.encoding import Encoded
-from coterie.engine.state import State
+from coterie.engine.state import State, Value
 from coterie.models.metrics import Metric
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from coterie.models.base import Model
 
 
+Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
+Reveals = dict[str, Disclosure]
+Sent = Value | None  # what a call sends to all its clients alike
+
+
 class FederatedAlgorithm(Protocol):
     """What the engine needs of an algorithm; `coterie.Algorithm` has it.
 
@@ -34,7 +39,7 @@ class FederatedAlgorithm(Protocol):
     which argument its reply is a moved copy, `stays` which of them (or of their streams) send nothing to the server.
     """
 
-    reveals: ClassVar[dict[str, Any]]
+    reveals: ClassVar[Reveals]
     varying: ClassVar[frozenset[str]]
     starts_from: ClassVar[Mapping[str, str]]
     stays: ClassVar[frozenset[str]]
@@ -48,6 +53,10 @@ class FederatedAlgorithm(Protocol):
         """Rows per stochastic gradient; 0 means all rows."""
 
     @property
+    def optimizer(self) -> str:
+        """Optimiser of the steps of `client.sgd`."""
+
+    @property
     def begin(self) -> Callable[..., None] | None:
         """Phase that every client runs before its first other phase, or None."""
 
@@ -55,7 +64,7 @@ class FederatedAlgorithm(Protocol):
     def deploy(self) -> Callable[..., Tensor]:
         """Phase that returns the model a client uses."""
 
-    def deploy_inputs(self, fed: Federation, s: State, /) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def deploy_inputs(self, fed: Federation, s: State, /) -> tuple[dict[str, Sent], dict[str, Tensor]]:
         """Return what `deploy` is sent: values for all clients, and values with a row per client."""
 
     def traffic_of(self, model: Model, /) -> dict[str, tuple[int, int]]:
@@ -70,7 +79,7 @@ class Call:
     phase: str
     round: int
     call: int
-    shared: dict[str, Any]
+    shared: dict[str, Sent]
     each: dict[str, Tensor]
     compress: Compressor | None = None
 
@@ -107,7 +116,7 @@ class Answer:
     they are in another process of a simulation, `away` fetches them, and `named` has their shapes only.
     """
 
-    named: dict[str, Any]
+    named: dict[str, Tensor]
     good: Tensor | None = None
     encoded: dict[str, Encoded] = field(default_factory=dict)
     came: Tensor | None = None
@@ -168,7 +177,7 @@ class Runtime(Protocol):
     def run(self, call: Call, visits: Visits) -> Answer:
         """Run a phase for these visits and keep the state that clients put into `keep`."""
 
-    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
+    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Sent] | None = None) -> Answer:
         """Run `deploy` without keeping state.
 
         Parameters
@@ -190,7 +199,7 @@ class Runtime(Protocol):
         visits: Visits,
         split: str,
         metrics: Sequence[Metric],
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, Sent] | None = None,
     ) -> Answer:
         """Return the metrics' sums of the deployed models on one split, without keeping state; see `deploy`."""
 

@@ -19,7 +19,7 @@ from coterie.data.rows import Augment, Rows
 from coterie.engine import call_messages
 from coterie.engine.call_messages import under
 from coterie.engine.local_runtime import LocalRuntime
-from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Visits
+from coterie.engine.protocol import Answer, Call, FederatedAlgorithm, Sent, Visits
 from coterie.engine.server_draws import ServerDraws
 from coterie.engine.shards import Node, tree_nodes, tree_sum
 from coterie.engine.sums import HeldByClients, SumRequest
@@ -233,7 +233,7 @@ class ShardWorker:
         call: Call,
         visits: Visits,
         header: dict[str, Any],
-        welcome: dict[str, Any] | None,
+        welcome: dict[str, Sent] | None,
     ) -> Answer:
         if header["what"] == "run":
             return runtime.run(call, visits, welcome)

@@ -22,7 +22,7 @@ from coterie.engine import call_messages
 from coterie.engine.call_messages import under
 from coterie.engine.encoding import Encoded
 from coterie.engine.local_runtime import LocalRuntime
-from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Visits
+from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Sent, Visits
 from coterie.engine.shard_worker import Message, algorithm_key, joined, opening
 from coterie.engine.shards import Node, Shards, tree_sum
 from coterie.engine.state import State
@@ -104,7 +104,7 @@ class ShardedRuntime(Runtime):
         weakref.finalize(away, self.crew.forgotten_answers.append, hold)
         return Answer(shapes, away.good, encoded, away=away)
 
-    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None) -> Answer:
+    def deploy(self, call: Call, visits: Visits, welcome: dict[str, Sent] | None = None) -> Answer:
         """Return the deployed models."""
         return self._values(*self._visit(call, visits, welcome, what="deploy"))
 
@@ -114,7 +114,7 @@ class ShardedRuntime(Runtime):
         visits: Visits,
         split: str,
         metrics: Sequence[Metric],
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, Sent] | None = None,
     ) -> Answer:
         """Return the metrics' sums of the deployed models on one split."""
         found = self._visit(call, visits, welcome, what="evaluate", split=split, metrics=metrics)
@@ -268,7 +268,7 @@ class ShardedRuntime(Runtime):
         return [split.order[ends[first] : ends[end]] for first, end in cuts]
 
     def _visit(
-        self, call: Call, visits: Visits, welcome: dict[str, Any] | None = None, *, what: str, **more: Any
+        self, call: Call, visits: Visits, welcome: dict[str, Sent] | None = None, *, what: str, **more: Any
     ) -> tuple[SplitVisits, list[Message | None]]:
         """Send every worker its visits; return how they are divided, and the answers."""
         algorithm: Any = call.algorithm

@@ -282,9 +282,9 @@ def started_from(call: Call, count: int) -> Tensor | None:
     if name is None:
         return None
     if name in call.each:
-        sent: Tensor = call.each[name]
-        return sent
-    shared: Tensor = call.shared[name]
+        return call.each[name]
+    shared = call.shared[name]
+    assert isinstance(shared, Tensor)  # `starts_from` names a model
     return shared.expand(count, *shared.shape)
 
 
