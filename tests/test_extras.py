@@ -138,6 +138,7 @@ def _is_type_checking(part: ast.AST) -> bool:
     return isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"
 
 
+@pytest.mark.slow
 def test_the_table_has_every_optional_package() -> None:
     """What is imported of an extra is in the table, and at the top of a file only where that file is loaded late."""
     found = set(optional_imports())

@@ -271,6 +271,7 @@ def test_one_client_in_other_units_moves_nobody():
     assert (run.personal[0] - own).norm() < 0.5 * own.norm(), "it keeps a fit of its own"
 
 
+@pytest.mark.quick("units0-True")
 @pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("units", [(1.0, 1000.0), (1000.0, 1.0), (1000.0, 1000.0)])
 def test_other_units_of_features_or_targets_move_nobody(units, clustered):

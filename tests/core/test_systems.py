@@ -273,7 +273,7 @@ def test_a_browser_that_is_not_on_the_path(
         pdf.find_browser()
 
 
-@pytest.mark.quick("ascii")
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_a_console_that_has_few_characters(encoding: str) -> None:
     """Windows' consoles and pipes are not always UTF-8; what they lack becomes a question mark."""

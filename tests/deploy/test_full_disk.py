@@ -69,7 +69,7 @@ class Disk:
         self.write_with(path, write)
 
 
-@pytest.mark.quick("checkpoint.json-2", "result.json-1", "reserve-1")
+@pytest.mark.quick("reserve-1")
 @pytest.mark.parametrize(
     ("ending", "nth"),
     [

@@ -129,6 +129,7 @@ def test_adapters_on_nodes_are_those_of_one_process(tmp_path, registry, tiny, me
     assert run.fed.d == one.fed.d < 10_000  # adapters alone
 
 
+@pytest.mark.slow
 def test_a_node_with_another_base_is_left_out_by_name(tmp_path, registry, tiny):
     """Its weights differ in one number; nobody else is disturbed."""
     other = tmp_path / "other" / "tiny"

@@ -207,7 +207,7 @@ class TestInABrowser:
         assert "<script>" in page.locator(".problem").inner_text()
         assert page.locator("#nodes img, #notes img").count() == 0 and "owned" not in page.title()
 
-    @pytest.mark.quick("390-dark")
+    @pytest.mark.slow
     @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (390, "light"), (390, "dark")])
     def test_it_fits_and_has_two_themes(self, visit: Any, width: int, scheme: str) -> None:
         page = visit(width, scheme)

@@ -92,7 +92,7 @@ def accuracy(table, folder, evil=None, rule=None):
     return run.score("test", "accuracy")[others], run
 
 
-@pytest.mark.quick("1e6", "sign flip x 10")
+@pytest.mark.quick("sign flip x 10")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_honest_client_loses_two_points(table, tmp_path, attack):
     honest, _ = accuracy(table, tmp_path / "honest")

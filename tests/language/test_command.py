@@ -25,6 +25,7 @@ def train(folder: Path, tiny: Path, out: Path, *more: str) -> list[str]:
     return ["adapters", str(folder), *small, *more]
 
 
+@pytest.mark.slow
 def test_from_a_folder_of_texts_to_adapters_that_peft_reads(folder, tiny, tmp_path, capsys) -> None:
     out, result = tmp_path / "run", tmp_path / "result.json"
     main_exits_well(train(folder, tiny, out, "--rounds", "3", "--json", str(result)))

@@ -146,6 +146,7 @@ def test_the_experiment_with_a_tiny_model(
 LANGUAGES = {"ca": "Catalan", "es": "Spanish", "de": "German", "nl": "Dutch"}
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on(
     tiny: Path, documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

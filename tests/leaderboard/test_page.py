@@ -131,6 +131,7 @@ def test_it_sorts_filters_and_switches_data_sets(page: Any) -> None:
     page.select_option("#data-set", "")
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_it_has_themes_and_fits_a_phone(page: Any) -> None:
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -141,6 +142,7 @@ def test_it_has_themes_and_fits_a_phone(page: Any) -> None:
     page.set_viewport_size({"width": 1200, "height": 900})
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_it_is_accessible(page: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed")

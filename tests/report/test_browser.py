@@ -88,6 +88,7 @@ def as_numbers(texts: list[str]) -> list[float]:
     return [float(text.replace("−", "-").replace("%", "").replace(",", "")) for text in texts]
 
 
+@pytest.mark.quick("four")
 @pytest.mark.parametrize("name", ["four", "twelve", "thousand"])
 def test_every_chart_is_drawn_without_complaint(visit: Open, name: str) -> None:
     page = visit(name)
@@ -96,6 +97,7 @@ def test_every_chart_is_drawn_without_complaint(visit: Open, name: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 1200
 
 
+@pytest.mark.slow
 def test_the_summary_comes_first(visit: Open) -> None:
     page = visit("four")
     assert page.locator("main section").first.get_attribute("id") == "summary"
@@ -103,6 +105,7 @@ def test_the_summary_comes_first(visit: Open) -> None:
     assert [page.locator(tag).count() for tag in ("header", "nav", "main", "footer", "h1")] == [1] * 5
 
 
+@pytest.mark.slow
 def test_sorting_by_any_column(visit: Open) -> None:
     page = visit("thousand")
     head = page.locator("#client-table thead th")
@@ -124,6 +127,7 @@ def test_sorting_by_any_column(visit: Open) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_searching_filtering_and_paging(visit: Open) -> None:
     page = visit("thousand")
     assert page.locator("#page").inner_text() == "Page 1 of 40"
@@ -175,6 +179,7 @@ def test_hovering_shows_numbers(visit: Open) -> None:
     assert chart.locator(".hovertext").first.text_content() != ""
 
 
+@pytest.mark.slow
 def test_both_themes(visit: Open) -> None:
     page = visit("four", scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
@@ -214,6 +219,7 @@ def test_everything_can_be_reached_by_keyboard(visit: Open) -> None:
     assert page.evaluate(style) == "solid"
 
 
+@pytest.mark.slow
 def test_every_control_and_picture_has_a_name(visit: Open) -> None:
     page = visit("twelve")
     nameless = page.evaluate(

@@ -28,6 +28,7 @@ def federation(rows: int = 60, task: str = "binary") -> coterie.Federation:
     return coterie.Federation.from_arrays(xs, ys, model, split=(0.6, 0.2, 0.2))
 
 
+@pytest.mark.quick("regression")
 @pytest.mark.parametrize("task", ["binary", "regression"])
 def test_the_cost_of_a_method_is_that_of_rows_held_out_in_turn(task: str) -> None:
     fed = federation(task=task)
@@ -54,6 +55,7 @@ def test_the_cost_of_a_method_is_that_of_rows_held_out_in_turn(task: str) -> Non
         assert trial.validation_cost == pytest.approx(np.mean([np.mean(one) for one in losses]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_auto_is_judged_on_the_same_rows() -> None:
     fed = federation()
     found = compare(fed, algorithms=["auto"], rounds=ROUNDS, budget=2, folds=1)
@@ -64,6 +66,7 @@ def test_auto_is_judged_on_the_same_rows() -> None:
     assert found.of("auto")[0].validation_cost == pytest.approx(cost)
 
 
+@pytest.mark.slow
 def test_one_split_decides_among_methods_that_all_go_by_it() -> None:
     fed = federation()
     assert not compare(fed, algorithms=[], rounds=3, budget=1, folds=1).in_turn

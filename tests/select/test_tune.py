@@ -151,7 +151,7 @@ def test_the_command_takes_a_metric_and_repeats_it(tmp_path: Path) -> None:
         search_table(tmp_path / "study", make("ditto"), TABLE | {"seed": 0}, trials=2, rounds=2)
 
 
-@pytest.mark.quick("11")
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [2, 11])
 def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int

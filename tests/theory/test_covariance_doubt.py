@@ -74,6 +74,7 @@ def test_variances_and_correlation_have_the_errors_of_a_dense_likelihood(rows):
     np.testing.assert_allclose(found["upper"].to_numpy(), wanted[1], rtol=0.01, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_noises_of_clusters_have_intervals_and_widen_predictions(rows):
     run = trained(rows, clusters=[0] * 10 + [1] * 10, noise="cluster")
     found = {row["variance"]: row for row in run.variances(0.9).to_dicts()}
@@ -91,6 +92,7 @@ def test_restricted_fits_report_their_own_estimates(rows):
     np.testing.assert_allclose(found, [run.state.noise, *run.state.within[0].tolist()], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_stranger_does_not_widen_intervals(rows):
     """One client's targets times 1000: variances are those of the others."""
     clean = trained(rows).variances(0.9)["estimate"].to_list()

@@ -80,6 +80,7 @@ def test_the_fit_is_the_maximum_that_brute_force_finds():
     np.testing.assert_allclose(own, best.x, atol=5e-3)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("clusters", [1, 2, 3])
 def test_the_evidence_finds_the_number_of_clusters(clusters):
     xs, ys, label = world(1000 + clusters, clusters, clients=24, rows=8)
@@ -107,6 +108,7 @@ def test_clients_get_their_posterior_means():
     assert seen["cluster"].shape == seen["membership"].shape == (16,)
 
 
+@pytest.mark.slow
 def test_classes_in_unknown_clusters():
     """Two clusters with opposite slopes: memberships are right, and newcomers join the right one."""
     rng = np.random.default_rng(4)

@@ -68,6 +68,7 @@ def texts(name: str) -> list[str]:
     return ["" if value is None else str(value) for value in NEW[name]]
 
 
+@pytest.mark.quick("binary-linear", "regression-network")
 @pytest.mark.parametrize("model", ["linear", "network"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx(runs: dict[str, Path], kind: str, model: str, tmp_path: Path) -> None:

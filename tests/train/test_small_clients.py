@@ -36,6 +36,7 @@ def cases(seed: int, count: int) -> list[tuple[tuple[int, ...], str, tuple[float
     return [(drawn.choice(every), drawn.choice(list(TARGETS)), drawn.choice(SPLITS)) for _ in range(count)]
 
 
+@pytest.mark.quick("local", "ditto")
 @pytest.mark.parametrize("method", ["local", "fedavg", "ditto", "cobo"])
 def test_any_sizes_are_fitted(method: str) -> None:
     found = [((30, 5, 30, 2), "binary", SPLITS[0]), ((40, 5, 1), "regression", SPLITS[0])]

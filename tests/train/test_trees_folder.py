@@ -68,6 +68,7 @@ def columns(run, rows):
     return numbers, texts
 
 
+@pytest.mark.quick("profile")
 def test_onnx_takes_raw_columns(run, rows, expected):
     runtime = pytest.importorskip("onnxruntime")
     numbers, texts = columns(run, rows)
@@ -123,6 +124,7 @@ def test_the_command_line_takes_the_model_trees(tmp_path):
         assert not (tmp_path / name).exists()
 
 
+@pytest.mark.slow
 def test_trees_are_compared_with_linear_models(tmp_path):
     words = ["compare", *HEARTS, "--rounds", "3", "--budget", "2", "--out", str(tmp_path / "both")]
     done = CliRunner().invoke(app, words)
@@ -134,6 +136,7 @@ def test_trees_are_compared_with_linear_models(tmp_path):
     assert kinds == {"local": "logistic", "trees": "trees"}
 
 
+@pytest.mark.slow
 def test_trees_are_tuned_with_room_for_all_settings(tmp_path):
     pytest.importorskip("optuna")
     words = [

@@ -20,6 +20,7 @@ def test_it_was_built_when_the_package_was_installed() -> None:
     assert native.library is not None, "install again: pip install -e ."
 
 
+@pytest.mark.slow
 def test_it_can_be_left_alone() -> None:
     code = "from coterie._core.native import library, dual_sgd; print(library, dual_sgd.available)"
     run = subprocess.run(
