@@ -219,6 +219,21 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
     assert (run.model(fed.names[0])(torch.randn(50, 4).double())[:, 3] < 1e-9).all()
 
 
+def test_a_class_of_clients_that_are_away_keeps_its_prototype(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])
+    fed = coterie.Federation.from_arrays([x, x], [y, torch.full((6,), 2)], model=network(3))
+    method = make("fedproto", lr=LR)
+    start = method.start(fed)
+    fed.enter_round(1, start)
+    both = method.round(fed, start, 1)
+    fed.enter_round(2, both)
+    monkeypatch.setattr(fed, "sample", lambda t, fraction: torch.tensor([0]))
+    then = method.round(fed, both, 2)
+    assert then.known.tolist() == [1, 1, 1]
+    torch.testing.assert_close(then.prototypes[2], both.prototypes[2], rtol=0, atol=0)
+    assert not torch.equal(then.prototypes[:2], both.prototypes[:2])
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_the_gradient_of_features_is_that_of_autograd(stacked: bool) -> None:
     fed = federation(models.mlp((5,), classes=3, stacked=stacked))
