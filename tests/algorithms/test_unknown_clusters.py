@@ -208,6 +208,12 @@ def test_ifca_is_its_pseudocode(average, divide):
     np.testing.assert_allclose(run.personal, theta[losses(theta).argmin(1)], atol=1e-10)
 
 
+def test_ifca_keeps_the_best_set_after_its_trial_rounds():
+    method = make("ifca", **IFCA_THERE, restarts=3, trial=2)
+    shapes = [fit(world(), method, rounds=rounds).state.models.shape for rounds in (1, 2, 3)]
+    assert shapes == [(3, 4, D), (4, D), (4, D)]
+
+
 @pytest.mark.slow
 def test_ifca_collapses_from_bad_starts_and_restarts_help():
     found, best = 0, 0
