@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 
 from coterie._core import files
@@ -66,6 +69,18 @@ class TestAudit:
             again.write(kind="hello", run=RUN, cost=1)
         with pytest.raises(AuditError, match="written anew"):
             list(verify(path, heads))
+
+    def test_a_changed_line_with_a_hash_of_its_own_is_noticed(self, server):
+        for _ in range(3):
+            server.hello()
+        path = server.node.audit.path
+        first, second, third = path.read_text().splitlines()
+        entry = {**json.loads(second), "kind": "hullo"}
+        del entry["hash"]
+        entry["hash"] = hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+        path.write_text("\n".join([first, json.dumps(entry, sort_keys=True), third, ""]))
+        with pytest.raises(AuditError, match="line 3: the chain is broken"):
+            list(verify(path))
 
     def test_a_line_cannot_be_forged_by_text(self, server):
         server.ask('hello\n{"n": 2}', run=RUN, roles=ROLES.to_json())

@@ -15,7 +15,7 @@ from coterie._core.errors import RunError, SettingError
 from coterie.algorithms import make
 from coterie.engine import accounting
 from coterie.engine.noise import Noise, fingerprint
-from coterie.engine.privacy import BudgetSpent, NoiseScale, Privacy, private_sum
+from coterie.engine.privacy import BudgetSpent, ClientPrivacy, NoiseScale, Privacy, private_sum
 from coterie.engine.protocol import Call
 from coterie.engine.row_privacy import RowPrivacy, row_gradients
 from coterie.engine.sums import HeldByClients, SumRequest, SumsOnly
@@ -298,6 +298,20 @@ def test_nobody_pays_more_than_was_promised():
         world(n=4), Greedy(), rounds=3, privacy=replace(BUDGET, unit="row")
     )  # here the trial counts both
     assert float(private.spent(run.fed).max()) <= 4.0
+
+
+def test_the_sums_that_were_planned_are_the_last():
+    sums = ClientPrivacy(replace(BUDGET, rounds=2), 3)
+    sums.used += torch.tensor([0, 1, 1])
+    assert sums.request("train", SumRequest("x", uniform=True)).clip == BUDGET.clip
+    sums.used += torch.tensor([0, 1, 0])  # one client was in both
+    with pytest.raises(BudgetSpent, match="the 2 that were planned"):
+        sums.request("train", SumRequest("x", uniform=True))
+
+
+def test_what_was_spent_on_statistics_is_not_there_for_training():
+    left = Privacy(4.0, 1e-5).after(0.25)
+    assert (left.epsilon, left.delta) == (3.0, pytest.approx(0.75e-5))
 
 
 @pytest.mark.parametrize(
