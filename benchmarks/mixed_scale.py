@@ -26,21 +26,25 @@ HOME = Path(__file__).resolve().parent / "results"
 TRUTH = {"client 0": 1.0, "client 1": 0.5, "client 2": 0.25}  # of the intercept and of the first two slopes
 
 
-def world(clients: int, rows: int, features: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return features [clients, rows, features] and classes [clients, rows]."""
+def world(
+    clients: int, rows: int, features: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Return features [clients, rows, features], classes [clients, rows], and the variances of the effects drawn."""
     rng = np.random.default_rng([seed, 2026])
     common = rng.normal(size=features) / 2
     own = np.tile(np.append(common, 0.3), (clients, 1))
-    own[:, [-1, 0, 1]] += rng.normal(size=(clients, 3)) * np.sqrt(list(TRUTH.values()))
+    effects = rng.normal(size=(clients, 3)) * np.sqrt(list(TRUTH.values()))
+    own[:, [-1, 0, 1]] += effects
     x = rng.normal(size=(clients, rows, features))
     scores = np.einsum("nbd,nd->nb", x, own[:, :-1]) + own[:, -1:]
     y = rng.uniform(size=scores.shape) < 1 / (1 + np.exp(-scores))
-    return torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))
+    drawn = dict(zip(TRUTH, effects.var(0).round(4).tolist(), strict=True))
+    return torch.from_numpy(x), torch.from_numpy(y.astype(np.int64)), drawn
 
 
 def measure(clients: int, rows: int, features: int, rounds: int, seed: int) -> dict[str, Any]:
     """Fit one federation and return its seconds, rounds and variances."""
-    x, y = world(clients, rows, features, seed)
+    x, y, drawn = world(clients, rows, features, seed)
     wall, processor = time.perf_counter(), time.process_time()
     fed = Federation.from_arrays(list(x), list(y), models.logistic(intercept=True))
     method = make("hierarchical", grouping="one", effects="intercept", slopes="0,1")
@@ -55,7 +59,7 @@ def measure(clients: int, rows: int, features: int, rounds: int, seed: int) -> d
         "rounds": len({entry.round for entry in run.fed.ledger.entries}),
         "converged": bool(run.state.done),
         "variances": {
-            one["variance"]: {"truth": TRUTH[one["variance"]]}
+            one["variance"]: {"truth": TRUTH[one["variance"]], "drawn": drawn[one["variance"]]}
             | {key: round(one[key], 4) for key in ("estimate", "lower", "upper")}
             for one in run.variances(0.9).to_dicts()
         },
