@@ -15,8 +15,12 @@ from coterie.algorithms.base import Reveals, setting
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
+from coterie.models.glm import Glm
 from coterie.theory.coins import Coins, renewal
 from coterie.theory.groups import Groups
+
+_LARGEST = 256  # parameters up to which second derivatives are taken
+_OF_START = 0.3  # share of the curvature at the start that is taken where none holds everywhere
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,21 @@ class AsyncAL2SGD(AsyncL2GD):
         -------
         AsyncAL2SGD
             The algorithm.
+
+        Notes
+        -----
+        The theorem asks for strongly convex losses. Classes with a free intercept have curvature everywhere, but no
+        lower bound of it; a share of the smallest curvature at the initial model takes its place, without a proof.
         """
         draft = cls(gamma=gamma, alpha=alpha, lambda_=1.0 if lambda_ is None else lambda_, **settings)
+        if not isinstance(fed.model, Glm):
+            raise SettingError(
+                f"{cls.name}: its theory is for convex losses, and this model is not a (generalised) linear one. "
+                "Set lr, rho, a1, a2, b1 and b2 yourself, or take async-l2gd"
+            )
         penalty, known = draft.penalty(fed), draft.constants(fed)
-        smoothness, mu = known["smoothness" if draft.batch == 0 else "row_smoothness"], known["convexity"]
+        smoothness = known["smoothness" if draft.batch == 0 else "row_smoothness"]
+        mu = known["convexity"] if known["convexity"] > 0 else _OF_START * known["start_convexity"]
         if mu <= 0:
             raise SettingError(
                 f"{cls.name}: some loss is not strongly convex; set l2 > 0 in the model, such as 1e-3"
@@ -187,12 +202,26 @@ class AsyncAL2SGD(AsyncL2GD):
         return {**super().observe(fed, s), "renewed": torch.tensor(float(s.renewed))}
 
     def measure(self, client: Client) -> dict[str, Tensor]:
-        return {**super().measure(client), "row_smoothness": client.row_smoothness()}
+        found = {**super().measure(client), "row_smoothness": client.row_smoothness()}
+        return {**found, "start_convexity": self._start_convexity(client)}
+
+    def _start_convexity(self, client: Client) -> Tensor:
+        """Return the smallest curvature of the loss at the initial model, [..., 1]; a bound where that is not known."""
+        model = client.model
+        if not isinstance(model, Glm) or model.has_statistics or model.d > _LARGEST:
+            return client.convexity()
+
+        def lowest(w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            values: Tensor = torch.linalg.eigvalsh(model.hessian(w, x, y, weight))
+            return values[..., :1].clamp(min=0.0)
+
+        return client.over_rows(lowest, client.initial_model())
 
     def constants(self, fed: Federation) -> dict[str, float]:
         replies = fed.fresh(dropout=0.0).map(self.measure)
         largest = {name: float(replies[name].max()) for name in ("smoothness", "row_smoothness")}
-        return {**largest, "convexity": float(replies["convexity"].min())}
+        smallest = {name: float(replies[name].min()) for name in ("convexity", "start_convexity")}
+        return largest | smallest
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        return {**super().traffic(d), "measure": (0, 3), "offer": (2, d), "anchor": (2 * d + 2, 0)}
+        return {**super().traffic(d), "measure": (0, 4), "offer": (2, d), "anchor": (2 * d + 2, 0)}

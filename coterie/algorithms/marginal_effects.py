@@ -20,7 +20,7 @@ from coterie.theory.quadrature import MOST_DIMENSIONS, rule
 from coterie.theory.variance_components import Components, Sums
 
 QUADRATIC_ROUNDS = 2  # of the quadratic model, whose variances the search starts from
-_CHUNK = 2**23  # numbers of one row, point and score that are computed at once
+_CHUNK = 2**18  # numbers of one row, point and score that are computed at once: what a core's cache holds
 _SETTLED = 1e-9  # gain of log likelihood that ends the search
 _WORSE = 1e-2  # loss of log likelihood that sends it back
 _START = 0.1  # smallest variance to start from, as a share of its scale

@@ -1,7 +1,8 @@
-"""Experiments known-clusters/*: estimators on generated data and on real hierarchical tables."""
+"""Experiments known-clusters/*: estimators on generated data and on tables of ratings and schools."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,6 @@ from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.mixed_likelihood import maximum_likelihood
 from coterie.theory.variance_components import Sums
 from coterie.train.fit import fit
-from coterie.train.run import Run
 
 if TYPE_CHECKING:
     import polars
@@ -36,12 +36,12 @@ def table1(experiment: Experiment, seed: int) -> Numbers:
     """Return the distances of four methods to the true parameters; the one-coin algorithm runs `rounds` rounds."""
     plan = experiment.plans[0]
     data = hierarchical_linear(rows=plan.settings["rows"], seed=seed)
-    sums = Sums.of(data.xs, data.ys, _known(data.clusters))
+    sums = Sums.of(data.xs, data.ys, known(data.clusters))
     pull = linear_estimators.cross_validated_pull(data.xs, data.ys)
     fed = Federation.from_clients(data, models.linear(reduction="sum"), seed=seed)
     coins = make("async-l2gd", coins="one", lr=1e-4, p0=0.1, gamma=1.0, lambda_=1.0)
     run = fit(fed, coins, rounds=plan.rounds, evaluate_every=0)
-    ones = Penalty.of(_known(data.clusters), 1.0, lambda_=1.0)
+    ones = Penalty.of(known(data.clusters), 1.0, lambda_=1.0)
     found = {
         "local": linear_estimators.local_least_squares(sums.xx, sums.xy),
         "single": linear_estimators.single_least_squares(sums.xx, sums.xy).expand(len(data), -1),
@@ -51,7 +51,7 @@ def table1(experiment: Experiment, seed: int) -> Numbers:
     }
     numbers: Numbers = {"pull": pull, "rounds_global": run.state.rounds_global}
     for name, estimate in found.items():
-        distance = (estimate - _known(data.truth)).norm(dim=1)
+        distance = (estimate - known(data.truth)).norm(dim=1)
         numbers |= {name: distance.mean(), f"{name}_sd": distance.std(), f"{name}_max": distance.max()}
     return {name: float(value) for name, value in numbers.items()}
 
@@ -62,7 +62,7 @@ def over_rows(experiment: Experiment, seed: int) -> Numbers:
     distances = []
     for rows in settings["rows"]:
         data = hierarchical_linear(rows=rows, seed=seed)
-        sums = Sums.of(data.xs, data.ys, _known(data.clusters))
+        sums = Sums.of(data.xs, data.ys, known(data.clusters))
         if settings["method"] == "local":
             estimate = linear_estimators.local_least_squares(sums.xx, sums.xy)
         elif settings["method"] == "single":
@@ -72,9 +72,9 @@ def over_rows(experiment: Experiment, seed: int) -> Numbers:
                 sums.xx, sums.xy, linear_estimators.cross_validated_pull(data.xs, data.ys, min(5, rows))
             )
         else:
-            penalty = Penalty.of(_known(data.clusters), 1.0, lambda_=1.0)
+            penalty = Penalty.of(known(data.clusters), 1.0, lambda_=1.0)
             estimate = exact.minimiser(sums.xx, sums.xy, penalty).models
-        distances.append(float((estimate - _known(data.truth)).norm(dim=1).mean()))
+        distances.append(float((estimate - known(data.truth)).norm(dim=1).mean()))
     curve = {
         "split": "mean",
         "metric": "distance",
@@ -86,6 +86,30 @@ def over_rows(experiment: Experiment, seed: int) -> Numbers:
     return {**named, "curve": curve}
 
 
+def pulls(experiment: Experiment, seed: int) -> Numbers:
+    """Return the mean distance of the exact minimiser over gamma at one lambda (settings: lambda_, gammas, rows).
+
+    `best` is log10 of the gamma with the smallest distance.
+    """
+    settings = experiment.plans[0].settings
+    data = hierarchical_linear(rows=settings["rows"], seed=seed)
+    sums, clusters = Sums.of(data.xs, data.ys, known(data.clusters)), known(data.clusters)
+    distances = []
+    for gamma in settings["gammas"]:
+        penalty = Penalty.of(clusters, gamma, lambda_=settings["lambda_"])
+        found = exact.minimiser(sums.xx, sums.xy, penalty).models - known(data.truth)
+        distances.append(float(found.norm(dim=1).mean()))
+    return {"smallest": min(distances), **over_gammas(settings["gammas"], distances, "mean distance")}
+
+
+def over_gammas(gammas: list[float], values: list[float], measured: str) -> Numbers:
+    """Return log10 of the gamma with the smallest value, and the values as a curve."""
+    places = [math.log10(gamma) for gamma in gammas]
+    split, metric = measured.split(" ", 1)
+    curve = {"split": split, "metric": metric, "x": "log10 of gamma", "rounds": places, "values": values}
+    return {"best": places[values.index(min(values))], "curve": curve}
+
+
 def communications(experiment: Experiment, seed: int) -> Numbers:
     """Measure the error of Async-L2GD or Async-AL2SGD+ (settings: algorithm, step) by rounds with communication."""
     plan = experiment.plans[0]
@@ -94,7 +118,7 @@ def communications(experiment: Experiment, seed: int) -> Numbers:
     method: type[AsyncL2GD] = AsyncAL2SGD if plan.settings["algorithm"] == "async-al2sgd+" else AsyncL2GD
     algorithm = method.from_theory(fed, gamma=0.5, lambda_=1.0, batch=0)
     algorithm = algorithm.replace(lr=algorithm.lr * plan.settings.get("step", 1.0))
-    sums = Sums.of(data.xs, data.ys, _known(data.clusters))
+    sums = Sums.of(data.xs, data.ys, known(data.clusters))
     d = sums.xx.shape[-1]
     a = sums.xx / sums.rows.unsqueeze(-1) + 0.05 * torch.eye(d, dtype=torch.float64)
     best = exact.minimiser(a, sums.xy / sums.rows, algorithm.penalty(fed)).models
@@ -118,38 +142,15 @@ def communications(experiment: Experiment, seed: int) -> Numbers:
 
 def insteval(seed: int) -> Federation:
     """Read ratings of lecturers (clients) in departments (clusters) by service, student and lecturer age."""
-    frame = _table("hierarchical/InstEval.csv").drop("rownames", "s")
+    frame = table("hierarchical/InstEval.csv").drop("rownames", "s")
     return _federation(frame, "d", "y", "dept", seed)
 
 
 def math_achievement(seed: int) -> Federation:
     """Read mathematics scores of pupils in schools (clients) of two sectors (clusters) by SES, sex and minority."""
-    pupils = _table("hierarchical/MathAchieve.csv").drop("rownames", "MEANSES")
-    schools = _table("hierarchical/MathAchSchool.csv").select("School", "Sector")
+    pupils = table("hierarchical/MathAchieve.csv").drop("rownames", "MEANSES")
+    schools = table("hierarchical/MathAchSchool.csv").select("School", "Sector")
     return _federation(pupils.join(schools, on="School"), "School", "MathAch", "Sector", seed)
-
-
-def donors(seed: int) -> Federation:
-    """Read whether donors replied to a mailing; clients are cells of income, age, gender and home, clusters incomes."""
-    import polars as pl
-
-    frame = _table("donations/pva97nk.csv").drop("ID", "TARGET_D", "DemCluster")
-    income = pl.col("DemMedIncome")
-    bands = [(0, "unknown"), (30_000, "to 30"), (40_000, "to 40"), (50_000, "to 50"), (65_000, "to 65")]
-    band = pl.lit("above 65")
-    for limit, name in reversed(bands):
-        band = pl.when(income <= limit).then(pl.lit(name)).otherwise(band)
-    age = pl.col("DemAge").cast(pl.Float64, strict=False)
-    known = (
-        pl.when(age < 50).then(pl.lit("young")).when(age < 70).then(pl.lit("middle")).otherwise(pl.lit("old"))
-    )
-    ages = pl.when(age.is_null()).then(pl.lit("?")).otherwise(known)
-    frame = frame.with_columns(band.alias("band"), ages.alias("age"))
-    cell = pl.concat_str(["band", "age", "DemGender", "DemHomeOwner"], separator=", ").alias("cell")
-    frame = frame.with_columns(cell).drop("age", "DemMedIncome", "DemGender", "DemHomeOwner", "DemAge")
-    return Federation.from_table(
-        frame, "cell", "TARGET_B", cluster="band", split=SPLIT, seed=seed, task="classification"
-    )
 
 
 def regression(experiment: Experiment, seed: int) -> Numbers:
@@ -163,7 +164,7 @@ def regression(experiment: Experiment, seed: int) -> Numbers:
     slopes = fit(fed, make("hierarchical", effects="each"), rounds=1)
     found = maximum_likelihood(sums, "intercept")
     owner = _owner(fed, "train")
-    mixed = mixed_model(train.x, train.y, owner, _known(fed.clusters))
+    mixed = mixed_model(train.x, train.y, owner, known(fed.clusters))
     ours = found.models(sums)
     answers = {
         "local": linear_estimators.local_least_squares(sums.xx, sums.xy),
@@ -191,45 +192,10 @@ def regression(experiment: Experiment, seed: int) -> Numbers:
     }
 
 
-def responses(experiment: Experiment, seed: int) -> Numbers:
-    """Return test log-loss and accuracy of the donor cells for one method (settings: method): mean, sd, worst."""
-    fed, method = donors(seed), experiment.plans[0].settings["method"]
-    run = _classifier(fed, method)
-    numbers: Numbers = {}
-    for metric in ("loss", "accuracy"):
-        values = run.score("test", metric)
-        values = values[~values.isnan()]
-        worst = values.max() if metric == "loss" else values.min()
-        numbers |= {
-            metric: float(values.mean()),
-            f"{metric}_sd": float(values.std()),
-            f"{metric}_worst": float(worst),
-        }
-    rows = fed.rows["test"].double()
-    numbers["loss_rows"] = float((run.score("test", "loss").nan_to_num() * rows).sum() / rows.sum())
-    return numbers
-
-
-def _classifier(fed: Federation, method: str) -> Run:
-    """Train one method of `responses`."""
-    if method in ("local", "single"):
-        name = {"local": "local", "single": "fedavg"}[method]
-        return fit(fed, make(name, lr=0.1, steps=2, batch=0), rounds=60, select="best", evaluate_every=2)
-    if method == "single_cluster":
-        fed = fed.fresh()
-        fed.clusters = torch.zeros_like(_known(fed.clusters))
-        splits = {split: fed.runtime.rows(split) for split in fed.rows}
-        fed.runtime = fed.runtime.with_rows(splits, fed.clusters)
-    settings = {"choose": "validation"} if method == "validation" else {"effects": "same"}
-    if method == "hierarchical_each":
-        settings = {"effects": "each"}
-    return fit(fed, make("hierarchical", **settings), rounds=15, evaluate_every=0)
-
-
 def _sums(fed: Federation) -> Sums:
     """Return the sums of every client's training rows."""
     rows = [fed.runtime.rows("train").of(i) for i in range(fed.n)]
-    return Sums.of([x for x, _ in rows], [y for _, y in rows], _known(fed.clusters))
+    return Sums.of([x for x, _ in rows], [y for _, y in rows], known(fed.clusters))
 
 
 def _rmse(fed: Federation, weights: Tensor) -> float:
@@ -244,7 +210,7 @@ def _owner(fed: Federation, split: str) -> Tensor:
     return torch.repeat_interleave(torch.arange(fed.n), fed.runtime.rows(split).size)
 
 
-def _table(path: str) -> polars.DataFrame:
+def table(path: str) -> polars.DataFrame:
     """Read a table of the shared data."""
     return tables.read(shared_data(path))
 
@@ -257,7 +223,7 @@ def _federation(frame: Any, client: str, target: str, cluster: str, seed: int) -
     )
 
 
-def _known(value: Tensor | None) -> Tensor:
+def known(value: Tensor | None) -> Tensor:
     """Return a value that these data always have."""
     assert value is not None
     return value

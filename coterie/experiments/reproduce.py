@@ -146,6 +146,7 @@ class Reproduction:
         errors: dict[str, list[float | None]] = {}
         titles: set[str] = set()
         across: set[str] = set()
+        linear = False
         for plan in self.experiment.plans:
             found = [self.records[plan.key, seed]["curve"] for seed in self.experiment.seeds]
             if all(found):
@@ -158,6 +159,7 @@ class Reproduction:
                     ]
                 titles.add(f"{found[0]['split']} {found[0]['metric']}")
                 across.add(found[0].get("x", "round"))
+                linear = linear or not found[0].get("log", "accuracy" not in found[0]["metric"])
         title = self.experiment.file.title
         if not curves:
             rows = [
@@ -171,7 +173,7 @@ class Reproduction:
             title=title,
             x=" / ".join(sorted(across)),
             y=measured,
-            log="accuracy" not in measured,
+            log=not linear,
             errors=errors,
         )
 

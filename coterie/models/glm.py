@@ -357,6 +357,15 @@ class Logistic(Glm):
         likely = torch.sigmoid(scores)
         return likely * (1 - likely) * change
 
+    def row_derivatives(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.class_weights is not None:
+            return super().row_derivatives(scores, y)
+        side = (1 - 2 * y.to(scores.dtype)).unsqueeze(-2)
+        against = scores * side  # one exponential of it gives all three
+        wrong = torch.sigmoid(against)
+        loss = functional.softplus(against, threshold=50.0).squeeze(-2)
+        return loss, wrong * side, (wrong * (1 - wrong)).unsqueeze(-3)
+
 
 @dataclass(frozen=True)
 class Softmax(Glm):

@@ -13,6 +13,8 @@ from torch import Tensor
 from coterie._core.errors import SettingError
 from coterie.theory.cluster_penalty import Penalty, column
 
+_SMALLEST_CHANCE = 1e-9  # of a step alone, below which a run would never take one
+
 
 @dataclass(frozen=True)
 class Coins:
@@ -114,8 +116,7 @@ class Coins:
             The coins.
         """
         far, near = strengths(penalty)
-        if not smoothness > 0:
-            raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
+        _check_balance(max(far, near), smoothness)
         if near > far:
             p0 = 2 * far / (far + near + smoothness)
             return cls.of(penalty, p0, (near - far) / (near - far + smoothness))
@@ -137,9 +138,8 @@ class Coins:
         Coins
             The coins.
         """
-        if not smoothness > 0:
-            raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
         strongest = max(strengths(penalty))
+        _check_balance(strongest, smoothness)
         return cls.of(penalty, 2 * strongest / (2 * strongest + smoothness), 0.0)
 
     def far(self, penalty: Penalty) -> Tensor:
@@ -313,3 +313,15 @@ def count_rounds(everyone: Tensor, inside: Tensor) -> dict[str, int]:
 
 def _divided(strength: Tensor, chance: float) -> Tensor:
     return strength / chance if chance > 0 else torch.zeros_like(strength)
+
+
+def _check_balance(strongest: float, smoothness: float) -> None:
+    """Raise an error if losses are flat, or so weak beside the pulls that no coin would ever fall to them."""
+    if not smoothness > 0:
+        raise SettingError(f"the losses have smoothness {smoothness:g}; they must be curved")
+    if strongest > smoothness / _SMALLEST_CHANCE:
+        raise SettingError(
+            f"gamma = {strongest:g} is too strong beside losses of smoothness {smoothness:.3g}: clients would look at "
+            f"their own data less than once in {1 / _SMALLEST_CHANCE:g} rounds. Take gamma below "
+            f"{smoothness / _SMALLEST_CHANCE:.3g}, or fedavg, which gives all clients one model"
+        )

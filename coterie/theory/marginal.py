@@ -299,21 +299,21 @@ def marginal(
     """
     points = mode.effects.unsqueeze(-2) + rule.points @ mode.root.mT  # [..., K, q]
     lever = rows.design @ structure.factor(psi).unsqueeze(-3)
-    base = times(rows.design, centre.unsqueeze(-2)).mT.unsqueeze(-3)
-    scores = base + torch.einsum("...bsq,...kq->...ksb", lever, points)
+    base = times(rows.design, centre.unsqueeze(-2))
+    steep = torch.cat([lever, base.unsqueeze(-1)], -1).movedim(-1, -3).mT.flatten(-2)  # [..., q + 1, S B]
+    ones = torch.ones_like(points[..., :1])
+    scores = (torch.cat([points, ones], -1) @ steep).unflatten(-1, base.mT.shape[-2:])
     loss, first, second = rows.derivatives(scores)
-    weight = rows.weight.unsqueeze(-2)
-    heights = 0.5 * (rule.points.square().sum(-1) - points.square().sum(-1)) - (loss * weight).sum(-1)
+    heights = 0.5 * (rule.points.square().sum(-1) - points.square().sum(-1)) - times(loss, rows.weight)
     joint = heights.nan_to_num(nan=-torch.inf, posinf=-torch.inf) + rule.weights.log()
     value, shares = torch.logsumexp(joint, -1, keepdim=True), torch.softmax(joint, -1)
-    pushed = (first * weight.unsqueeze(-2)).transpose(-2, -1).flatten(-2)  # [..., K, B S]
-    flat = rows.design.flatten(-3, -2)
-    slopes = pushed @ flat
+    weighted = (rows.design * rows.weight[..., None, None]).transpose(-3, -2).flatten(-3, -2)  # [..., S B, d]
+    slopes = first.flatten(-2) @ weighted
     along = slopes[..., structure.at[structure.row]] * points[..., structure.column]
     slopes = -torch.cat([slopes, structure.gather(along)], -1)
     gradient = (shares.unsqueeze(-1) * slopes).sum(-2)
     outer = (shares.unsqueeze(-1) * slopes).mT @ slopes - gradient.unsqueeze(-1) * gradient.unsqueeze(-2)
-    bend = _bend(rows, structure, points, shares, second * weight[..., None, None, :])
+    bend = _bend(rows, structure, points, shares, second)
     log_volume = mode.root.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1, keepdim=True)
     return Marginal(value + log_volume, gradient, outer - bend)
 
@@ -327,9 +327,9 @@ def _bend(
     shape = second.shape[-3:]
 
     def moment(weights: Tensor) -> Tensor:
-        """Return sums over points with weights [..., j, K], as [..., j, S, S, B]."""
+        """Return sums over points with weights [..., j, K], times those of the rows, as [..., j, S, S, B]."""
         sums: Tensor = (weights @ curved).unflatten(-1, shape)
-        return sums
+        return sums * rows.weight[..., None, None, None, :]
 
     weighted = shares.unsqueeze(-1) * points  # [..., K, q]
     flat, moved = design.flatten(-3, -2), design[..., entries]  # [..., B S, d], [..., B, S, E]

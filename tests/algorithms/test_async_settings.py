@@ -57,6 +57,38 @@ def test_heavy_tails_do_not_stall():
     )  # Theorem 4.3: lr <= 1/(4 M)
 
 
+@pytest.mark.parametrize("heavy", [False, True])
+def test_classes_with_a_free_intercept_reach_their_minimiser(heavy):
+    """Their curvature has no lower bound; the gradient of the whole objective vanishes all the same."""
+    rng = np.random.default_rng(11)
+    xs = [rng.standard_t(3, size=(30, 2)) if heavy else rng.normal(size=(30, 2)) for _ in LABELS]
+    ys = [(x @ rng.normal(size=2) + 0.5 + rng.logistic(size=30) > 0).astype(int) for x in xs]
+    model = models.logistic(l2=1e-3, intercept=True)
+    fed = Federation.from_arrays(xs, ys, model, clusters=LABELS, dtype=torch.float64)
+    method = find("async-al2sgd+").from_theory(fed, gamma=0.5, lambda_=1.0, batch=0)
+    found = fit(fed, method, rounds=1500, evaluate_every=0).personal
+    penalty, clusters, rows = method.penalty(fed), torch.tensor(LABELS), fed.runtime.rows("train")
+    inside, common = penalty.means(found)
+    alpha = penalty.alpha[clusters]
+    pull = penalty.gamma * ((1 - alpha) * (found - inside[clusters]) + alpha * (found - common))
+    weight = torch.full((30,), 1 / 30, dtype=torch.float64)
+    slopes = [fed.model.grad(found[k], *rows.of(k), weight) for k in range(fed.n)]
+    assert (torch.stack(slopes) + pull).abs().max() < 1e-5 < 0.1 * pull.abs().max()
+
+
+def test_pulls_beside_which_losses_vanish_are_refused():
+    for coins in ("independent", "one"):
+        with pytest.raises(SettingError, match="is too strong beside losses"):
+            from_the_theory("async-al2sgd+", world()[0], {"gamma": 1e300, "coins": coins})
+
+
+def test_networks_have_no_theory():
+    xs, ys = [np.eye(4)] * 2, [np.array([0, 1, 0, 1])] * 2
+    fed = Federation.from_arrays(xs, ys, models.mlp((4,)), clusters=[0, 1])
+    with pytest.raises(SettingError, match="theory is for convex losses"):
+        from_the_theory("async-al2sgd+", fed, {})
+
+
 def test_renewal_is_the_cheapest():
     """Against the cost per digit, (p0 + rho + 1/20) / sqrt(rho), over a grid."""
     coins = Coins.of(Penalty.of([0, 0, 1], gamma=1.0, alpha=0.5), p0=0.01, p=0.05)

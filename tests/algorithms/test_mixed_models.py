@@ -80,6 +80,29 @@ def stacked(kind, seed, clients=3, rows=4, q=2):
     return model, x, y, LikelihoodRows(model.design(x), torch.ones_like(y), derivatives)
 
 
+@pytest.mark.parametrize("kind", ["logistic", "softmax"])
+def test_a_row_of_weight_two_counts_twice_and_one_of_weight_zero_not(kind):
+    model, x, y, _ = stacked(kind, 9)
+    d = model.d
+    structure = Structure.of(torch.arange(d), full=True)
+    psi = torch.linspace(0.4, 0.9, structure.p, dtype=torch.float64).expand(3, -1)
+    w = torch.linspace(-0.3, 0.5, d, dtype=torch.float64).expand(3, -1)
+
+    def at(rows, weight):
+        x_, y_ = x[:, rows], y[:, rows]
+        parts = LikelihoodRows(
+            model.design(x_),
+            torch.tensor(weight, dtype=torch.float64).expand(3, -1),
+            lambda z: model.row_derivatives(z, y_.unsqueeze(-2) if z.dim() > 3 else y_),
+        )
+        mode = find_mode(parts, w, structure.factor(psi), torch.zeros(3, d, dtype=torch.float64))
+        return marginal(parts, structure, mode, w, psi, rule(d))
+
+    once, twice = at([0, 1, 2, 3], [2.0, 1.0, 0.0, 1.0]), at([0, 0, 1, 3], [1.0] * 4)
+    for name in ("value", "gradient", "hessian"):
+        assert torch.allclose(getattr(once, name), getattr(twice, name), atol=1e-10)
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_two_effects_are_those_of_a_dense_grid(full):
     """Value against a grid over both effects, derivatives against differences of a finer rule."""

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from coterie import fit
 from coterie._core.errors import DataError
+from coterie.algorithms import make
 from coterie.data.generate import hierarchical_linear
-from coterie.experiments import known_clusters
+from coterie.experiments import donor_cells, known_clusters
 from coterie.experiments.jobs import load
 from coterie.experiments.mixed_model import independent_columns, mixed_model
 from coterie.experiments.spec import shared_data
@@ -36,7 +38,8 @@ def needs(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["table1", "figure", "communication", "insteval", "crossed", "math", "donors"]
+    "name",
+    ["table1", "figure", "communication", "insteval", "crossed", "math", "donors", "donors-grid", "grid"],
 )
 def test_the_files_load(name):
     assert load(f"known-clusters/{name}").rows
@@ -90,7 +93,7 @@ def test_real_tables_become_federations():
     assert fed.n == 1128 and len(fed.known_clusters().unique()) == 14 and fed.d == 4
     fed = known_clusters.math_achievement(0)
     assert fed.n == 160 and len(fed.known_clusters().unique()) == 2
-    fed = known_clusters.donors(0)
+    fed = donor_cells.donors(0)
     assert len(fed.known_clusters().unique()) == 6 and fed.n == 138
 
 
@@ -105,14 +108,43 @@ def test_real_tables_beside_mixedlm(table):
     assert abs(found["ratio"] - 1) < 0.01 and found["blup_gap"] < 0.02
 
 
+def test_the_best_pulls_are_the_inverse_variances():
+    """All variances are one; at other pulls the minimiser is farther from the truth."""
+    found = {
+        lambda_: known_clusters.pulls(plan(lambda_=lambda_, gammas=[0.1, 1.0, 10.0], rows=10), seed=6)
+        for lambda_ in (0.01, 1.0)
+    }
+    assert found[1.0]["best"] == 0 and found[1.0]["smallest"] < found[0.01]["smallest"]
+    curve = found[1.0]["curve"]
+    assert curve["rounds"] == [-1, 0, 1] and min(curve["values"]) == found[1.0]["smallest"]
+
+
 @pytest.mark.slow
 def test_donors():
+    """Training alone has learnt (the zero model has log 2), and is behind; strong pulls give one model."""
     needs("donations/pva97nk.csv")
-    losses = {
-        method: known_clusters.responses(plan(method=method), seed=0)["loss_rows"]
-        for method in ("local", "hierarchical")
+    found = {
+        method: donor_cells.responses(plan(method=method), seed=0) for method in ("local", "hierarchical")
     }
-    assert losses["hierarchical"] < losses["local"]
+    assert found["local"]["train_loss"] < 0.68 and found["local"]["ratio_median"] == 1
+    assert found["hierarchical"]["loss_rows"] < found["local"]["loss_rows"] - 0.003
+    ours = found["hierarchical"]
+    assert ours["loss_q25"] < ours["loss_median"] < ours["loss_q75"] < ours["loss_worst"]
+    assert sum(ours["curve"]["values"]) == pytest.approx(1)
+    panels = ours["plots"]["ratios"]["panels"]
+    assert all(panel["x"] and panel["y"] for panel in panels) and len(panels) == 2
+    limit = donor_cells.grid(plan(lambda_=1e4, gammas=[1.0, 1e5]), seed=0)
+    assert abs(limit["to_single"]) < 1e-3 and limit["weakest"] > limit["strongest"] + 0.03
+
+
+@pytest.mark.slow
+def test_scores_of_donor_cells_are_those_of_the_library():
+    needs("donations/pva97nk.csv")
+    fed = donor_cells.donors(0)
+    run = fit(fed, make("hierarchical", choose="given", gamma=100.0), rounds=5, evaluate_every=0)
+    for metric, values in donor_cells.cell_scores(fed, run.personal, "test").items():
+        theirs = run.score("test", metric)
+        assert torch.allclose(values, theirs[~theirs.isnan()].double(), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -272,3 +272,20 @@ def test_wrong_shapes_and_settings_are_named() -> None:
         models.from_description({"model": "logistics"})
     with pytest.raises(SettingError, match="does not fit"):
         models.from_description({"model": "linear", "colour": 1})
+
+
+def test_derivatives_of_logistic_rows_are_those_of_autograd_and_keep_their_digits():
+    model = models.logistic().fit_to(torch.zeros(2, 1), torch.tensor([0, 1]))
+    scores = torch.tensor([[-3.0, 0.0, 1.5, -3.0, 0.0, 1.5]], dtype=torch.float64)
+    y = torch.tensor([0, 0, 0, 1, 1, 1])
+    loss, first, second = model.row_derivatives(scores, y)
+    by_hand = torch.nn.functional.binary_cross_entropy_with_logits(scores[0], y.double(), reduction="none")
+    assert torch.allclose(loss, by_hand, atol=1e-14)
+    free = scores.clone().requires_grad_()
+    total = torch.nn.functional.binary_cross_entropy_with_logits(free[0], y.double(), reduction="sum")
+    (slope,) = torch.autograd.grad(total, free, create_graph=True)
+    assert torch.allclose(first, slope, atol=1e-14)
+    assert torch.allclose(second.squeeze(0), torch.autograd.grad(slope.sum(), free)[0], atol=1e-14)
+    far = model.row_derivatives(torch.tensor([[60.0]], dtype=torch.float64), torch.tensor([1]))
+    assert float(far[0]) == pytest.approx(math.exp(-60), rel=1e-12)
+    assert float(far[1]) == pytest.approx(-math.exp(-60), rel=1e-12)
