@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 
 from coterie import models
 from coterie.engine.federation import Federation
 from coterie.select.cross_validation import folds
+from coterie.select.divisions import divisions
 
 
 def labelled(sizes: list[int]) -> Federation:
@@ -41,3 +44,9 @@ def test_every_training_row_is_held_out_once() -> None:
 def test_folds_depend_on_the_seed_alone() -> None:
     first, again = ([rows(fold, "validation") for fold in folds(labelled([9, 12]), 3)] for _ in range(2))
     assert first == again
+
+
+def test_every_seed_divides_a_table_anew() -> None:
+    fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    tested = [set(one.tested.tolist()) for one in divisions(fed, seeds=3, folds=1)]
+    assert all(0 < len(first & second) < len(first) for first, second in combinations(tested, 2))

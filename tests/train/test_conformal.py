@@ -21,6 +21,13 @@ def test_own_rows_cover_exactly_as_often_as_ranks_say():
         assert abs(np.mean(hits) - rank) < 4 * np.sqrt(rank * (1 - rank) / 4000)
 
 
+def test_a_new_client_is_one_more_among_those_that_are_known():
+    scores = [torch.tensor([float(k)]) for k in range(1, 10)]
+    assert new_client_quantile(scores, 0.85) == 9.0  # ranks 1 to 9 of ten: 8 of them cover 0.8
+    assert new_client_quantile(scores, 0.8) == 8.0
+    assert new_client_quantile(scores[:8], 0.9) == torch.inf
+
+
 def test_new_clients_are_covered_where_pooled_rows_fail():
     """Few large and many small clients of different scale: pooled rows undercover new clients, the method does not."""
     rng = np.random.default_rng(1)
