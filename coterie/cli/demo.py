@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
 import typer
 
 from coterie.cli import console
@@ -57,6 +58,8 @@ def demo(
     RunFolder.require_free(place)
     first, *others = EXAMPLES
     alone = (os.cpu_count() or 1) == 1
+    if not alone:  # the tables share the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // len(EXAMPLES)))
     with ExitStack() as stack:
         beside = [] if alone else [stack.enter_context(_beside(one, place, rounds, budget)) for one in others]
         _show(first, place, rounds, budget)
@@ -100,6 +103,7 @@ def _beside(example: Example, place: Path, rounds: int, budget: int) -> Iterator
     command = [sys.executable, "-m", "coterie", "demo", "--out", str(place), "--only", example.table]
     command += ["--rounds", str(rounds), "--budget", str(budget)]
     environment = {**os.environ, "COLUMNS": str(console.width()), "PYTHONIOENCODING": "utf-8"}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=environment
     )

@@ -11,8 +11,9 @@ import numpy as np
 if TYPE_CHECKING:
     import polars
 
-FAR = 30.0  # times the median distance from the median: a value further away is an outlier of its client
-FEWEST_ROWS = 10  # clients with fewer rows have no outliers
+FAR = 6.0  # times the median distance from the median: a value further away is an outlier of its client
+FEW = 6.0  # rows of a client for which that is doubled, since their median distance says little
+FEWEST_ROWS = 4  # clients with fewer rows have no outliers
 FIELDS = ("count", "mean", "squares", "outliers", "inner_mean", "inner_squares", "product")
 
 
@@ -103,7 +104,8 @@ def _sums(owner: np.ndarray, values: np.ndarray, target: np.ndarray, clients: in
         there = ~np.isnan(values)
         who, x = owner[there], values[there]
         count, mean, squares = _moments(who, x, clients)
-        inner = np.abs(x - _medians(who, x, clients)[who]) <= FAR * _distances(who, x, clients)[who]
+        far = FAR * (1 + FEW / np.maximum(count, 1)) * _distances(who, x, clients)
+        inner = np.abs(x - _medians(who, x, clients)[who]) <= far[who]
         inner |= (count < FEWEST_ROWS)[who]
         inner_count, inner_mean, inner_squares = _moments(who[inner], x[inner], clients)
         y = target[there]

@@ -18,7 +18,7 @@ from coterie.data.reversed_labels import find_reversed
 from coterie.data.statistics import Moments, Statistics
 from coterie.data.table_spec import TableSpec
 
-LIMIT = 10.0  # standard deviations; a value of a client with outliers that is further away becomes the mean
+LIMIT = 6.0  # standard deviations; a value of a client with outliers that is further away becomes the mean
 FEWEST_CLIENTS = 4
 FEWEST_ROWS = 4  # of a client that can be odd
 _FACTOR = 1.0  # power of ten: times the usual spread, or as little
@@ -26,6 +26,8 @@ _PROPORTION = math.log10(5)  # where mean and spread are larger alike, this is e
 _ALIKE = math.log10(5)  # most clients have a spread within this factor of the median
 _MOST = 0.25  # share of the clients that can be odd; where more are, clients are just different
 _DEVIATIONS = 5.0  # times the median deviation of the clients' spreads
+_GAP = 2.0  # times the largest spread of the others: a client with outliers; at four rows twice as much
+_HEAVY = 25.0  # times that, where more clients have outliers than can be odd
 _SHIFT = 20.0  # spreads between a client's mean and the usual one
 
 
@@ -181,6 +183,7 @@ def _other_units(names: Sequence[str], column: str, sums: np.ndarray) -> list[Od
     alike = _in_proportion(mean, centre, ratio, sd)
     larger = (ratio >= _FACTOR) | ((ratio >= _PROPORTION) & alike)
     smaller = ((ratio <= -_PROPORTION) & alike) | ((ratio <= -2) & (count >= 2 * FEWEST_ROWS))
+    smaller &= np.sqrt(sums[:, 2] / np.maximum(sums[:, 0], 1)) <= 10 ** (usual - _PROPORTION)  # outliers, too
     odd = enough & (larger | smaller | (away >= _SHIFT))
     if (sums[enough, 3] > 0).mean() > _MOST:  # heavy tails, of which a few rows say little
         odd &= (np.abs(ratio) >= 2 * _FACTOR) & (count >= 5 * FEWEST_ROWS)
@@ -222,13 +225,21 @@ def _unit(
 
 
 def _outliers(names: Sequence[str], column: str, sums: np.ndarray) -> list[OddClient]:
-    """Return clients with outliers in a column in which most clients have none."""
+    """Return clients whose outliers make them spread much more than any other client.
+
+    Where tails are heavy, spreads with outliers are of all sizes; a client whose outliers are foreign leaves a gap.
+    """
     count, outliers = np.maximum(sums[:, 0], 1), sums[:, 3]
-    spread = np.sqrt(sums[:, 5] / np.maximum(count - outliers, 1))
-    usual = float(np.median(spread[sums[:, 0] > 0])) if (sums[:, 0] > 0).any() else 0.0
-    odd = (outliers > 0) & (np.sqrt(sums[:, 2] / count) >= 3 * usual)
-    if odd.sum() > max(1, _MOST * len(names)) or (outliers > 0).mean() > _MOST + 1 / len(names):
-        return []
-    return [
-        OddClient(names[i], column, "outliers", count=int(outliers[i])) for i in np.flatnonzero(odd).tolist()
+    inner = np.sqrt(sums[:, 5] / np.maximum(count - outliers, 1))
+    spread = np.sqrt(sums[:, 2] / count)
+    usual = float(np.median(inner[sums[:, 0] > 0])) if (sums[:, 0] > 0).any() else 0.0
+    heavy = (outliers > 0).mean() > _MOST + 1 / len(names)
+    order = np.argsort(-spread, kind="stable")
+    most, gap = max(1, int(_MOST * len(names))), _GAP * (1 + FEWEST_ROWS / count) * (_HEAVY if heavy else 1)
+    gaps = [
+        k
+        for k in range(1, most + 1)
+        if spread[order[k - 1]] >= gap[order[k - 1]] * max(spread[order[k]], usual)
     ]
+    odd = [i for i in order[: max(gaps, default=0)].tolist() if outliers[i] > 0]
+    return [OddClient(names[i], column, "outliers", count=int(outliers[i])) for i in sorted(odd)]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError, nearest
-from coterie.models.tree_walk import FEATURE, MISSING, MOST_LEVELS, PARENT, SHARE, THRESHOLD, void
+from coterie.models import fast
+from coterie.models.tree_walk import FEATURE, MOST_LEVELS, PARENT, void
 from coterie.models.trees import Trees
 
 TIE = 1e-12  # relative difference of gains that is a matter of rounding
@@ -87,9 +88,16 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
         What a split must fulfil.
     """
     nodes, features, bins, width = histograms.shape
+    total = histograms[:, 0].sum(1)
+    parent = reduction(total, value(total, rules.smoothing, low, high), rules.smoothing)
+    if width > 2:
+        parent = parent + _score(total[:, 2], total[:, 1], rules.smoothing)
+    path = fast.find("tree splits", histograms, rules.signs)
+    if path is not None:
+        limits = (rules.smoothing, rules.least, ORDERING, TIE)
+        return BestSplits(*path.run(histograms, total, parent, rules.categorical, limits, MOST_LEVELS))
     parts = histograms.movedim(-1, 0).contiguous()  # [width, nodes, features, bins], which is faster
     values, gone = parts[..., :-1], parts[..., -1]
-    total = histograms[:, 0].sum(1)
     order = torch.arange(bins - 1, device=values.device).expand(nodes, features, -1)
     if bool(rules.categorical.any()):
         mean = values[0] / (values[1] + ORDERING)
@@ -109,12 +117,10 @@ def best_splits(histograms: Tensor, low: Tensor, high: Tensor, rules: Rules) -> 
         allowed &= rules.signs.view(1, 1, -1, 1) * (on_right - on_left) >= 0
     else:
         gains = _score(left[0], left[1], rules.smoothing) + _score(right[0], right[1], rules.smoothing)
-    parent = reduction(total, value(total, rules.smoothing, low, high), rules.smoothing)
     if width > 2:
         gains = (
             gains + _score(left[2], left[1], rules.smoothing) + _score(right[2], right[1], rules.smoothing)
         )
-        parent = parent + _score(total[:, 2], total[:, 1], rules.smoothing)
     gains = gains - parent.view(nodes, 1, 1, 1)
     gains = torch.where(allowed, gains, -torch.inf).flatten(1)
     gain = gains.max(1).values
@@ -147,7 +153,7 @@ class Growth:
     """
 
     def __init__(self, trees: int, leaves: int, room: int, rules: Rules) -> None:
-        self.rules, self.leaves = rules, leaves
+        self.rules, self.leaves, self.monotone = rules, leaves, bool(rules.signs.any())
         self.splits = void(trees, room - 1, like=torch.zeros((), dtype=torch.float64))
         self.sums = torch.zeros(trees, room, 2, dtype=torch.float64)
         self.low = torch.full((trees, room), -torch.inf, dtype=torch.float64)
@@ -198,10 +204,11 @@ class Growth:
         at = tuple(torch.tensor(frontier).t())
         stacked = torch.stack(found)
         best = best_splits(stacked, self.low[at], self.high[at], self.rules)
+        gains = best.gain.tolist()
         self.siblings, fresh = {}, [[] for _ in self.count]  # type: ignore[var-annotated]
         for k in best.gain.argsort(descending=True, stable=True).tolist():
             tree, leaf = frontier[k]
-            if float(best.gain[k]) > self.rules.gain and self.count[tree] < self.leaves:
+            if gains[k] > self.rules.gain and self.count[tree] < self.leaves:
                 asked, sibling = self._split(tree, leaf, best, k, stacked[k, 0].sum(0)[:2])
                 self.siblings[tree, asked] = sibling, stacked[k]
                 fresh[tree].append(asked)
@@ -216,22 +223,27 @@ class Growth:
         """Split a leaf; return the child to be asked for, and its sibling."""
         fresh, feature = self.count[tree], int(best.feature[k])
         self.count[tree] += 1
-        split = self.splits[tree, fresh - 1]
-        split[PARENT], split[FEATURE] = leaf, feature
-        split[THRESHOLD], split[MISSING] = best.threshold[k], best.missing[k]
-        left, right = best.left[k, :2], total - best.left[k, :2]
-        self.sums[tree, leaf], self.sums[tree, fresh] = left, right
-        split[SHARE] = right[1] / (left[1] + right[1])
+        left = best.left[k, :2]
+        sides = torch.stack([left, total - left])
+        self.sums[tree, [leaf, fresh]] = sides
+        on_left, on_right = sides[:, 1].tolist()
+        share = float(sides[1, 1] / sides[:, 1].sum())
+        split = (leaf, feature, float(best.threshold[k]), float(best.missing[k]), share)  # PARENT, ..., SHARE
+        self.splits[tree, fresh - 1] = self.splits.new_tensor(split)
+        if self.monotone:
+            self._narrow(tree, leaf, fresh, float(self.rules.signs[feature]), sides)
+        return (leaf, fresh) if on_left <= on_right else (fresh, leaf)
+
+    def _narrow(self, tree: int, leaf: int, fresh: int, sign: float, sides: Tensor) -> None:
+        """Give the two children of a leaf its bounds; those of a monotone feature meet in the middle."""
         low, high = self.low[tree, leaf].clone(), self.high[tree, leaf].clone()
         self.low[tree, fresh], self.high[tree, fresh] = low, high
-        sign = float(self.rules.signs[feature])
         if sign:
-            ends = [value(side, self.rules.smoothing, low, high) for side in (left, right)]
+            ends = value(sides, self.rules.smoothing, low, high)
             middle = 0.5 * (ends[0] + ends[1])
             below, above = (leaf, fresh) if sign > 0 else (fresh, leaf)
             self.high[tree, below] = torch.minimum(high, middle)
             self.low[tree, above] = torch.maximum(low, middle)
-        return (leaf, fresh) if float(left[1]) <= float(right[1]) else (fresh, leaf)
 
 
 def bounds(splits: Tensor, values: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:

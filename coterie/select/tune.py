@@ -152,7 +152,7 @@ def _optuna() -> Any:
     extras.require("tune", "tuning")
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # warnings are tracebacks of settings that cannot run
     return optuna
 
 
@@ -226,8 +226,8 @@ def _work(
     def objective(trial: optuna.Trial) -> float:
         try:
             return tried(trial)
-        except CoterieError:
-            trial.set_user_attr(FAILED, True)
+        except CoterieError as problem:
+            trial.set_user_attr(FAILED, str(problem))
             raise
 
     def tried(trial: optuna.Trial) -> float:
@@ -279,9 +279,12 @@ def found(study: optuna.Study, algorithm: Algorithm, metric: Metric | None = Non
     if not finished and judge.undefined:
         raise judge.undefined_error("validation")
     if not finished:
+        why = next(
+            (f". The first problem: {t.user_attrs[FAILED]}" for t in ended if FAILED in t.user_attrs), ""
+        )
         raise RunError(
             f"no setting of {algorithm.name} gave a finite validation {judge.name} in {len(ended)} "
-            "trials; give more trials or more rounds"
+            f"trials; give more trials or more rounds{why}"
         )
     best = min(finished, key=_last)
     ranked = sorted(enumerate(ended), key=lambda one: (one[1].state.name != "COMPLETE", _last(one[1])))

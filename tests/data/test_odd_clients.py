@@ -108,6 +108,40 @@ def test_noticed_named_and_harmless(task: str, how: str, column: str) -> None:
         assert after == pytest.approx(before, rel=0.05), method
 
 
+@pytest.mark.parametrize("column", ["b", "y"])
+@pytest.mark.parametrize(("rows", "share"), [(12, 0.3), (40, 0.1), (40, 0.3)])
+def test_outliers_of_25_deviations_are_noticed_in_few_rows_and_harmless(
+    rows: int, share: float, column: str
+) -> None:
+    frame, fresh = world(11, rows, "regression"), world(12, 100, "regression")
+    values = frame[column].to_numpy().copy()
+    values[: round(share * rows)] = values.mean() + 25 * values.std()
+    clean, odd = federation(frame), federation(frame.with_columns(pl.Series(column, values)))
+    assert list(odd.table.preprocessor.clients) == [ODD]
+    assert any("far from all others" in said and repr(column) in said for said in odd.table.warnings)
+    for method in ("fedavg", "ditto"):
+        before, after = (error_of_others(fed, method, 60, fresh) for fed in (clean, odd))
+        assert after == pytest.approx(before, rel=0.05), method
+
+
+@pytest.mark.parametrize("rows", [12, 24, 60])
+def test_heavy_tails_of_all_clients_are_nobodys_outliers(rows: int) -> None:
+    draw, named = np.random.default_rng(5), 0
+    for _ in range(20):
+        owner = np.repeat(np.arange(CLIENTS), rows)
+        frame = tables.read(
+            {
+                "site": [f"s{k:02}" for k in owner],
+                "a": draw.standard_t(2, size=len(owner)),
+                "b": draw.lognormal(size=len(owner)),
+                "y": draw.normal(size=len(owner)),
+            }
+        )
+        spec = tables.check(frame, "site", "y")
+        named += len(Preprocessor.from_statistics(spec, local_statistics(frame, spec)).clients)
+    assert named <= 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize(("task", "how", "column"), CASES)

@@ -224,6 +224,28 @@ def test_a_split_that_clients_disagree_on_counts_through_their_signs():
     assert int(best_splits(sums, -ends, ends, rules).feature) == 1
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_best_splits_in_c_are_those_of_torch_to_the_last_bit(seed, monkeypatch):
+    draw = torch.Generator().manual_seed(seed)
+    nodes, features, bins, width = 1 + seed % 4, 1 + 3 * (seed % 5), 4 + 9 * (seed % 7), 2 + seed % 2
+    sums = 3 * torch.rand(nodes, features, bins, width, generator=draw, dtype=torch.float64)
+    sums[..., [0, -1]] -= 1.5
+    sums[..., 1] = sums[..., 1].abs()
+    sums *= torch.rand(nodes, features, bins, 1, generator=draw) < 0.7
+    if seed % 3 == 0:
+        sums[..., -1, :] = 0  # nothing is missing
+    if seed % 4 == 0:
+        sums = sums.round()  # many ties
+    kinds = torch.rand(features, generator=draw) < 0.5
+    rules = Rules(1.0, 3.0 * (seed % 2), 0.0, kinds, torch.zeros(features).double())
+    ends = torch.full((nodes,), torch.inf).double()
+    found = best_splits(sums, -ends, ends, rules)
+    monkeypatch.setenv(fast.VARIABLE, "none")
+    plain = best_splits(sums, -ends, ends, rules)
+    for name in ("gain", "feature", "threshold", "missing", "left"):
+        assert torch.equal(getattr(found, name), getattr(plain, name)), name
+
+
 def personal_by_hand(g, h, shared, root, deep):
     """Return the values of TREE's leaves, node by node: 0 and 2 lie left of the root, 1 and 3 right."""
     r = g + h * shared

@@ -12,6 +12,7 @@ import numpy as np
 import polars
 import pytest
 import torch
+from scipy.stats import chi2_contingency
 from sklearn import metrics as sklearn_metrics
 
 import coterie
@@ -196,6 +197,12 @@ def test_a_change_of_the_table_is_noticed(tmp_path: Path, write_table: WriteTabl
     with pytest.raises(RunError, match="has changed since the run"):
         write_report([tmp_path / "run"], tmp_path / "page.html", by=["colour"])
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("counts", [[[8, 2], [3, 9]], [[5, 5], [5, 5]], [[8, 2], [3, 9], [30, 41]]])
+def test_the_test_of_shares_is_that_of_scipy(counts: list[list[int]]) -> None:
+    table = np.array(counts)
+    assert fairness._same_share(table) == pytest.approx(chi2_contingency(table).pvalue, rel=1e-12)
 
 
 def test_differences_between_groups_are_tested() -> None:

@@ -182,3 +182,10 @@ def test_two_searches_do_not_share_a_folder(tmp_path: Path) -> None:
         assert ours
         with pytest.raises(RunError, match="in use by another search"):
             search(world(), "ditto", trials=1, rounds=2, folder=tmp_path)
+
+
+def test_settings_that_cannot_run_are_said_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    fed = Federation.from_table("heart_disease", client="hospital", target="sick")
+    with pytest.raises(RunError, match="needs known clusters"):
+        search(fed, make("hierarchical", grouping="known"), trials=2, rounds=2)
+    assert "Traceback" not in capfd.readouterr().err

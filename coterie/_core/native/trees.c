@@ -1,5 +1,6 @@
-/* Leaves and histograms of binned rows: sums of two derivatives by client, tree, node, feature and bin. */
+/* Leaves and histograms of binned rows: sums of two derivatives by client, tree, node, feature and bin; best splits. */
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -94,5 +95,93 @@ void coterie_tree_walk(const double *x, int64_t rows, int64_t features, int64_t 
             }
             leaf[row * trees + tree] = -1 - at;
         }
+    }
+}
+
+/* Codes of a category in the order of their means, empty ones last; ties keep the order of the codes. */
+static void in_order(const double *cells, int64_t codes, int64_t width, double ordering, int64_t *order) {
+    double mean[256];
+    for (int64_t code = 0; code < codes; code++) {
+        const double h = cells[code * width + 1], own = h > 0 ? cells[code * width] / (h + ordering) : INFINITY;
+        int64_t at = code;
+        for (; at > 0 && mean[at - 1] > own; at--)
+            mean[at] = mean[at - 1], order[at] = order[at - 1];
+        mean[at] = own, order[at] = code;
+    }
+}
+
+static double score(double g, double h, double smoothing) {
+    const double curvature = h + smoothing;
+    return g * g / (curvature < DBL_MIN ? DBL_MIN : curvature);
+}
+
+/* The best split of each node. sums [nodes][features][bins][width], the last bin is for missing values; total
+   [nodes][width]; parent [nodes], what the node gains unsplit. The first split within tie of the best is taken; missing
+   values go right (way 0) or left (way 1). work has 2 * features * (bins - 1) places. */
+void coterie_tree_splits(const double *sums, int64_t nodes, int64_t features, int64_t bins, int64_t width,
+                         const double *total, const double *parent, const uint8_t *categorical, double smoothing,
+                         double least, double ordering, double tie, int64_t levels, double *work, double *gain,
+                         int64_t *feature, double *threshold, int64_t *missing, double *chosen) {
+    const int64_t cuts = bins - 1, size = features * cuts;
+    int64_t order[256];
+    for (int64_t node = 0; node < nodes; node++) {
+        const double *all = total + node * width;
+        double best = -INFINITY;
+        int64_t undefined = 0;
+        for (int64_t f = 0; f < features; f++) {
+            const double *cells = sums + (node * features + f) * bins * width, *gone = cells + cuts * width;
+            const int64_t some = gone[0] != 0 || gone[1] != 0 || (width > 2 && gone[2] != 0);
+            if (categorical[f])
+                in_order(cells, cuts, width, ordering, order);
+            double run[3] = {0, 0, 0};
+            for (int64_t place = 0; place < cuts; place++) {
+                const double *cell = cells + (categorical[f] ? order[place] : place) * width;
+                for (int64_t k = 0; k < width; k++)
+                    run[k] += cell[k];
+                for (int64_t way = 0; way < 2; way++) {
+                    double value = -INFINITY, left[3] = {0, 0, 0}, right[3] = {0, 0, 0};
+                    if (way == 0 || some) {
+                        for (int64_t k = 0; k < width; k++)
+                            left[k] = way ? run[k] + gone[k] : run[k], right[k] = all[k] - left[k];
+                        if (left[1] >= least && right[1] >= least) {
+                            value = score(left[0], left[1], smoothing) + score(right[0], right[1], smoothing);
+                            if (width > 2) {
+                                value = value + score(left[2], left[1], smoothing);
+                                value = value + score(right[2], right[1], smoothing);
+                            }
+                            value -= parent[node];
+                        }
+                    }
+                    work[way * size + f * cuts + place] = value;
+                    undefined |= isnan(value);
+                    best = value > best ? value : best;
+                }
+            }
+        }
+        best = undefined ? NAN : best;
+        const double enough = best - tie * (fabs(best) + fabs(parent[node]));
+        int64_t at = 0;
+        while (at < 2 * size && !(work[at] >= enough))
+            at++;
+        at = at < 2 * size ? at : 0;
+        const int64_t way = at / size, f = at % size / cuts, place = at % cuts;
+        const double *cells = sums + (node * features + f) * bins * width, *gone = cells + cuts * width;
+        double *left = chosen + node * width, bits = 0;
+        if (categorical[f])
+            in_order(cells, cuts, width, ordering, order);
+        for (int64_t k = 0; k < width; k++)
+            left[k] = 0;
+        for (int64_t p = 0; p < cuts; p++) {
+            const int64_t code = categorical[f] ? order[p] : p;
+            for (int64_t k = 0; k < width && p <= place; k++)
+                left[k] += cells[code * width + k];
+            if (p > place && code < levels)
+                bits += ldexp(1.0, (int)code);
+        }
+        for (int64_t k = 0; k < width && way; k++)
+            left[k] += gone[k];
+        gain[node] = best, feature[node] = f;
+        threshold[node] = categorical[f] ? bits : (double)place;
+        missing[node] = gone[1] <= 0 ? left[1] < all[1] - left[1] : 1 - way;
     }
 }

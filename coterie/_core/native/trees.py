@@ -1,4 +1,4 @@
-"""Leaves and histograms of binned rows, in C."""
+"""Leaves, histograms and best splits of binned rows, in C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coterie._core.native import library
 
 MOST_SPLITS = 256  # of a tree, in the C code
 
-available = library is not None and hasattr(library, "coterie_tree_histograms")
+available = library is not None and hasattr(library, "coterie_tree_splits")
 
 
 def leaves(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int, leaf: Tensor) -> None:
@@ -56,6 +56,33 @@ def histograms(
     sizes = (clients, bins.shape[1], features, trees, place.shape[1], asked, count, width, first, last)
     library.coterie_tree_histograms(
         _at(bins), _at(pairs), _at(leaf), _at(place), *(ctypes.c_int64(value) for value in sizes), _at(sums)
+    )
+
+
+def splits(
+    sums: Tensor,
+    total: Tensor,
+    parent: Tensor,
+    categorical: Tensor,
+    limits: tuple[float, float, float, float],
+    levels: int,
+    found: tuple[Tensor, ...],
+) -> None:
+    """Write gain, feature, threshold, missing and left sums of the best split of each node to `found`.
+
+    `limits` are smoothing, least curvature, curvature added to order categories, and the tie; tensors are contiguous.
+    """
+    assert library is not None
+    _, features, bins, _ = sums.shape
+    work = sums.new_empty(2 * features * (bins - 1))
+    library.coterie_tree_splits(
+        _at(sums),
+        *(ctypes.c_int64(value) for value in sums.shape),
+        *(_at(part) for part in (total, parent, categorical)),
+        *(ctypes.c_double(value) for value in limits),
+        ctypes.c_int64(levels),
+        _at(work),
+        *(_at(part) for part in found),
     )
 
 

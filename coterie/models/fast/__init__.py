@@ -19,6 +19,7 @@ commas leaves only those on.
 | tree leaves | `histograms.assign` | binned rows, then splits: the leaf of each row |
 | tree walk | `tree_walk.leaves` | rows, then the tables of `Walk`: the leaf of each row in finished trees |
 | tree histograms | `histograms.histograms` | binned rows, then derivatives, leaves, nodes: sums by feature and bin |
+| tree splits | `tree_growth.best_splits` | histograms and signs, then what `run` needs: the best split of each node |
 | descent | `client.descent` | statistics, step sizes: many full-batch steps at once |
 """
 
@@ -101,6 +102,7 @@ PATHS = (
     FastPath("tree-kernel", "tree leaves", tree_kernel.supports, tree_kernel.leaves),
     FastPath("tree-kernel", "tree walk", tree_kernel.supports_walk, tree_kernel.walk),
     FastPath("tree-kernel", "tree histograms", tree_kernel.supports, tree_kernel.histograms),
+    FastPath("tree-kernel", "tree splits", tree_kernel.supports_splits, tree_kernel.splits),
     FastPath("quadratic-descent", "descent", quadratic_descent.supports, quadratic_descent.run),
 )
 

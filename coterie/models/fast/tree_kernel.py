@@ -1,4 +1,4 @@
-"""Fast path: leaves and histograms of boosted trees in C, features or rows shared out among threads."""
+"""Fast path: leaves, histograms and best splits of boosted trees in C, features or rows shared out among threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from coterie._core import threads
 from coterie._core.native import trees as native
 
 COLUMNS = 4  # of a split, in the C code
+MOST_BINS = 256  # with that of missing values, in the C code
+MOST_SUMS = 3  # of a bin, in the C code
 
 
 def supports(bins: Tensor) -> bool:
@@ -45,6 +47,31 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
 
     threads.shared_out(part, features, k * rows * features * trees)
     return sums
+
+
+def supports_splits(sums: Tensor, signs: Tensor) -> bool:
+    """Return True if the C code is there, takes so many bins, and no score has to be monotone in a feature."""
+    here = sums.device.type == "cpu" and sums.dtype == torch.float64
+    fits = 2 <= sums.shape[2] <= MOST_BINS and sums.shape[3] <= MOST_SUMS
+    return native.available and here and fits and not bool(signs.any())
+
+
+def splits(
+    sums: Tensor,
+    total: Tensor,
+    parent: Tensor,
+    categorical: Tensor,
+    limits: tuple[float, float, float, float],
+    levels: int,
+) -> tuple[Tensor, ...]:
+    """Return gain, feature, threshold, missing and left sums of the best split of each node."""
+    nodes, width = len(sums), sums.shape[-1]
+    gain, threshold = sums.new_empty(2, nodes)
+    feature, missing = torch.empty(2, nodes, dtype=torch.long)
+    found = gain, feature, threshold, missing, sums.new_empty(nodes, width)
+    kinds = categorical.to(torch.uint8).contiguous()
+    native.splits(sums.contiguous(), total.contiguous(), parent.contiguous(), kinds, limits, levels, found)
+    return found
 
 
 def supports_walk(x: Tensor) -> bool:
