@@ -19,7 +19,7 @@ from coterie.engine.state import State
 from coterie.theory.cluster_quality import linked_groups
 from coterie.theory.collaboration import all_pairs, both_ends, midpoints
 from coterie.theory.consensus import alignment, group_medians, running_size
-from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_distances, shared_noise
+from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_distances, shared_noise, spread
 from coterie.theory.simplex import onto_simplex
 from coterie.theory.sketch import project
 from coterie.theory.sparse_links import candidates, merge
@@ -109,7 +109,10 @@ class LearnedLinks(HeadSums):
         weights, final = self._found(fed, rho, curvature)
         if self.domain == "simplex":
             weights = weights / (fed.n - 1) if fed.n > 1 else torch.ones_like(weights)
-        return {"weights": weights} | ({"final": True} if final else {})
+        if final or not self.common_point:
+            return {"weights": weights} | ({"final": True} if final else {})
+        none = torch.zeros(fed.n, dtype=torch.float64, device=fed.device)
+        return {"weights": weights, "spread": none, "looks": none}
 
     def _found(self, fed: Federation, rho: float, curvature: float) -> tuple[Tensor, bool]:
         """Return links inside clusters that sums over rows tell apart, or all links; and whether they are final."""
@@ -140,8 +143,12 @@ class LearnedLinks(HeadSums):
         return self.at_common_points(fed, s, ids) if looks and "final" not in s else s
 
     def at_common_points(self, fed: Federation, s: State, ids: Tensor | None) -> State:
-        """w_ij <- clip(w_ij +- gamma, 0, 1) for pairs that are linked, perhaps through others."""
-        weights: Tensor = s.weights.clone()
+        """w_ij <- clip(w_ij +- gamma, 0, 1) for pairs that are linked, perhaps through others.
+
+        How much members of a group differ is the mean over the looks since it was last cut. One look in which they
+        seem to differ must not loosen the pull: their models then fit their own rows, and look different ever after.
+        """
+        weights, mean, looks = s.weights.clone(), s.spread.clone(), s.looks.clone()
         groups = linked_groups(weights > 0).to(fed.device)
         company = torch.bincount(groups)[groups] > 1
         asked = company.nonzero().squeeze(-1) if ids is None else ids[company[ids]]
@@ -158,15 +165,20 @@ class LearnedLinks(HeadSums):
             half, times = halves(*told)
             pairs = (members.unsqueeze(1), members)
             after = weights[pairs] - self.pace * max(1.0, times)  # a clear cut is made at once
+            looks[members] = 1 if times > 1 else looks[members] + 1
             for part in (half == 0, half == 1):
-                pull = s.curvature * closeness(*(value[part] for value in told))
-                most = min(1.0, pull / max(1e-12, s.rho * int(part.sum())))
+                count, who = int(part.sum()), members[part]
+                if count < 2:
+                    continue
+                mean[who] += (spread(*(value[part] for value in told[:3])) - mean[who]) / looks[who]
+                close = closeness(float(mean[who].mean()), count, float(told[3][part].median()))
+                most = min(1.0, s.curvature * close / max(1e-12, s.rho * count))
                 both = part.unsqueeze(1) & part
                 after = torch.where(both, (weights[pairs] + self.pace).clamp(max=most), after)
             weights[pairs] = after.clamp(0, 1)
             if times > GLARING:
                 waiting += [here[half == 0], here[half == 1]]
-        return s.replace(weights=weights.fill_diagonal_(0.0))
+        return s.replace(weights=weights.fill_diagonal_(0.0), spread=mean, looks=looks)
 
     def among_candidates(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
         """Do what `at_common_points` does for the links of a sparse W; all share one point."""

@@ -74,7 +74,7 @@ def running_size(before: float, products: Tensor, keep: float = 0.9) -> float:
 def group_medians(models: Tensor, groups: Tensor) -> Tensor:
     """Return for each client the coordinate-wise median of the models of its group.
 
-    Less than half of a group cannot drag it away.
+    Less than half of a group cannot drag it away. Of an even number of values it is halfway between the middle two.
 
     Parameters
     ----------
@@ -94,11 +94,14 @@ def group_medians(models: Tensor, groups: Tensor) -> Tensor:
     >>> from coterie.theory.consensus import group_medians
     >>> group_medians(torch.tensor([[1.0], [2.0], [9.0], [7.0]]), torch.tensor([0, 0, 0, 1])).flatten().tolist()
     [2.0, 2.0, 2.0, 7.0]
+    >>> group_medians(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 0])).flatten().tolist()
+    [1.5, 1.5]
     """
     middle = models.clone()
     for group in groups.unique()[torch.bincount(groups)[groups.unique()] > 1]:
         inside = groups == group
-        middle[inside] = models[inside].median(0).values
+        members = models[inside]
+        middle[inside] = (members.median(0).values - (-members).median(0).values) / 2
     return middle
 
 

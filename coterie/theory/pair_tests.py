@@ -149,46 +149,67 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> tu
     return numbered(labels).to(grads.device), times
 
 
-def closeness(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> float:
-    """Return the noise of the members of a group divided by what they differ beyond it; infinite if they do not.
-
-    With R the squared distances of the members' gradients from their mean, in units of what the noise explains, the
-    best pull of each member to that mean is the loss's curvature divided by R - 1 (the posterior mean in a normal
-    hierarchy). Two standard errors of R are given to chance.
+def spread(grads: Tensor, noise: Tensor, rows: Tensor) -> float:
+    """Return R: the squared distances of a group's gradients from their mean, in units of what the noise explains.
 
     Parameters
     ----------
     grads
-        Gradients at one point, [n, d].
+        Gradients at one point, [n, d], of two clients or more.
     noise
         Expected squared distance of each from that of its distribution, [n, 1].
     rows
         Number of rows of each client, [n, 1].
-    dimensions
-        Number of dimensions that the noise fills, [n, 1].
 
     Returns
     -------
     float
-        1/(R - 1).
+        R, 1 in expectation if all have one distribution.
 
     Examples
     --------
     >>> import torch
-    >>> from coterie.theory.pair_tests import closeness
-    >>> grads, one = torch.tensor([[0.0], [20.0]]), torch.ones(2, 1)
-    >>> closeness(grads, one, one, one) < 0.01, closeness(grads / 20, one, one, one)
-    (True, inf)
+    >>> from coterie.theory.pair_tests import spread
+    >>> one = torch.ones(2, 1)
+    >>> spread(torch.tensor([[0.0], [2.0]]), one, one)
+    2.0
     """
-    count = len(grads)
-    if count < 2:
-        return math.inf
     mean = (rows * grads).sum(0) / rows.sum()
     apart = float((rows * (grads - mean).square()).sum())
-    usual = (count - 1) * float((noise * rows).clamp(min=0).median())
-    slack = CLEAR * math.sqrt(2 / ((count - 1) * max(1.0, float(dimensions.median()))))
-    excess = apart - (1 + slack) * usual
-    return usual / excess if excess > 0 else math.inf
+    of_a_row = (noise * rows).clamp(min=0)
+    usual = float(of_a_row.median() - (-of_a_row).median()) / 2  # an even number has two middle values
+    return apart / max((len(grads) - 1) * usual, 1e-300)
+
+
+def closeness(ratio: float, count: int, dimensions: float) -> float:
+    """Return 1/(R - 1), the best pull to the mean of a group in units of the curvature; infinite from R = 1 down.
+
+    It is the posterior mean in a normal hierarchy whose members differ R - 1 times as much as noise explains. Two
+    standard errors of R are given to chance.
+
+    Parameters
+    ----------
+    ratio
+        R, what `spread` returns.
+    count
+        Number of clients.
+    dimensions
+        Number of dimensions that the noise fills.
+
+    Returns
+    -------
+    float
+        1/(R - 1), with R less two standard errors.
+
+    Examples
+    --------
+    >>> from coterie.theory.pair_tests import closeness
+    >>> round(closeness(7.0, count=3, dimensions=4.0), 2), closeness(1.5, count=3, dimensions=4.0)
+    (0.2, inf)
+    """
+    slack = CLEAR * math.sqrt(2 / ((count - 1) * max(1.0, dimensions)))
+    excess = ratio - 1 - slack
+    return 1 / excess if excess > 0 else math.inf
 
 
 def evidence(apart: Tensor, noise: Tensor, bar: float = BAR) -> Tensor:

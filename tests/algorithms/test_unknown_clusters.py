@@ -399,3 +399,22 @@ def test_five_hundred_clients_without_an_n_n_d_array(at):
         run = fit(fed, make("pdl-tc", at=at, batch=1, lr=0.001), rounds=1, evaluate_every=0)
     assert run.fed.ledger.total("messages_up", link="client-client") == 500 * 499
     assert watch.elements < 500 * 500 * 400 / 50
+
+
+@pytest.mark.slow
+def test_pairs_that_fit_their_rows_to_the_last_digit_stay_linked():
+    """Digits under four namings, two clients each, 1,500 rounds: one look must not loosen a pull for good."""
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    draw = np.random.default_rng(0)
+    order = draw.permutation(len(digits))
+    pixels = (pixels[order] / 16 + 0.3 * draw.normal(size=pixels.shape)).astype(np.float32)
+    names = [draw.permutation(10) for _ in range(4)]
+    xs = [pixels[120 * i : 120 * (i + 1)] for i in range(8)]
+    ys = [names[i // 2][digits[order[120 * i : 120 * (i + 1)]]] for i in range(8)]
+    fed = Federation.from_arrays(xs, ys, models.mlp(hidden=(64,)), clusters=[0, 0, 1, 1, 2, 2, 3, 3])
+    run = fit(fed, make("cobo", lr=0.1, steps=1, batch=32), rounds=1500, evaluate_every=1500)
+    weights = run.state.weights
+    inside = torch.stack([weights[2 * k, 2 * k + 1] for k in range(4)])
+    assert float(inside.min()) == 1.0 and float(weights.sum()) == 8.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coterie.models.blocks import mean_and_noise
-from coterie.theory.pair_tests import bar, closeness, evidence, halves, shared_noise
+from coterie.theory.pair_tests import bar, closeness, evidence, halves, shared_noise, spread
 
 
 def least_squares(w, x, y, weight):
@@ -90,4 +90,10 @@ def test_closeness_is_the_ratio_of_variances():
     draw = torch.Generator().manual_seed(0)
     grads = 2 * torch.randn(4000, 6, generator=draw, dtype=torch.float64)
     one = torch.ones(4000, 1, dtype=torch.float64)
-    assert closeness(grads, 6 * one, one, 6 * one) == pytest.approx(1 / 3, rel=0.1)
+    assert closeness(spread(grads, 6 * one, one), 4000, 6.0) == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_the_spread_of_a_pair_is_its_distance_in_units_of_both_noises():
+    """|g - h|^2 / (v + w) for equal rows: neither the quieter nor the noisier client alone is the unit."""
+    grads, rows = torch.tensor([[0.0, 0.0], [3.0, 4.0]]).double(), torch.full((2, 1), 7.0).double()
+    assert spread(grads, torch.tensor([[1.0], [4.0]]).double(), rows) == pytest.approx(25 / (1 + 4))
