@@ -8,6 +8,8 @@ once for each shape and remembered in the model's `decisions`.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from coterie.models.network import Network
 
 CPU_BYTES = 2**30
+PATIENCE = 30.0  # seconds of training with a shape, after which paths that are `late` are measured
 
 Compute = Callable[..., Tensor]
 """(w [k, d], *rows [k, B, ...]) -> Tensor."""
@@ -39,6 +42,7 @@ class GradientBackends:
         if model.compiled:
             self._value = compiled(model.objective, model.exact.objective)
         self._ready: dict[tuple[str | None, ...], tuple[str, Compute]] = {}
+        self._late: dict[str, float] = {}  # when to measure paths that are late, by decision
 
     def gradient(self, w: Tensor, *rows: Tensor) -> Compute:
         """Return the function that computes gradients [d] of one client or [k, d] of a stack on rows like these."""
@@ -48,10 +52,17 @@ class GradientBackends:
         fits = w.shape[0] * rows[0].shape[1] <= self.row_limit(w)
         known = (key, self.decisions.get(key), "fits" if fits else None, fast.chosen())
         if known not in self._ready:
-            families = self._families(fits, w, *rows)
+            families = self._families(fits, self.decisions.get(key), w, *rows)
             choice = self._decide(key, families, w, *rows)
             known = (key, self.decisions.get(key), "fits" if fits else None, fast.chosen())
             self._ready[known] = families[choice]
+            path = self._late_path(w, *rows)
+            if path is not None and path.family != choice:
+                self._late.setdefault(key, time.monotonic() + PATIENCE)
+        if self._late and time.monotonic() > self._late.get(key, math.inf):
+            self._late[key] = math.inf  # once
+            self._measure_late(key, known, w, *rows)
+            known = (key, self.decisions.get(key), "fits" if fits else None, fast.chosen())
         name, compute = self._ready[known]
         self.used[name] += 1
         return compute
@@ -142,13 +153,38 @@ class GradientBackends:
         room = torch.cuda.get_device_properties(w.device).total_memory // 4 if on_gpu else CPU_BYTES
         return max(1, 4 * room // (self.model.bytes_per_row * w.element_size()))
 
-    def _families(self, fits: bool, w: Tensor, *rows: Tensor) -> dict[str, tuple[str, Compute]]:
-        """Return the first supported path of each family of gradients by name; "looped" is the plain code."""
+    def _late_path(self, w: Tensor, *rows: Tensor) -> fast.FastPath | None:
+        """Return the path that is to be measured later, if there is one and nothing fixes the choice."""
+        if self.model.stacked is True or is_untimed():
+            return None
+        paths = (path for path in fast.enabled("gradient") if path.late)
+        return next((path for path in paths if path.supports(self.model, w, *rows)), None)
+
+    def _measure_late(self, key: str, known: tuple[str | None, ...], w: Tensor, *rows: Tensor) -> None:
+        """Measure the path that was left for later against the one in use, and take the faster one."""
+        path = self._late_path(w, *rows)
+        if path is None:
+            return
+        late = functools.partial(path.run, self.model)
+        faster, _ = fastest({"looped": self._ready[known][1], path.family: late}, True, w, *rows)
+        if faster == path.family:
+            self.decisions[key] = path.family
+            self._ready[(key, path.family, *known[2:])] = path.name, late
+
+    def _families(
+        self, fits: bool, remembered: str | None, w: Tensor, *rows: Tensor
+    ) -> dict[str, tuple[str, Compute]]:
+        """Return the first supported path of each family of gradients by name; "looped" is the plain code.
+
+        A family of a path that is `late` is among them if it is the decision that is remembered.
+        """
         client = fast.find("client gradient", self.model, w)
         found: dict[str, tuple[str, Compute]] = {
             "looped": ("loop" if client is None else client.name, self.looped)
         }
         for path in fast.enabled("gradient"):
+            if path.late and path.family != remembered:
+                continue
             if path.family not in found and path.supports(self.model, w, *rows):
                 compute = functools.partial(path.run, self.model)
                 if path.family == "stacked" and not fits:

@@ -407,7 +407,8 @@ def network(
     precision
         "full", or "bf16" to multiply in bfloat16.
     compiled
-        Compile the gradient, which takes about a minute and pays off in long runs.
+        Compile the gradient at once, which takes up to a minute. On a GPU that is done anyway once training has lasted
+        half a minute, and kept if it is measured as faster.
     buffers
         Running statistics of batch normalisation: "personal" (measured on a client's own rows), "averaged" with the
         parameters, or "shared" (fixed as the module has them).

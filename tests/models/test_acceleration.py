@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import replace
 
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from coterie import models
 from coterie._core.errors import SettingError
-from coterie.models import compiling, measuring
+from coterie.models import compiling, fast, gradient_backends, measuring
 from coterie.models.cuda_replay import SHAPES
-from coterie.models.fast import cuda_graphs
+from coterie.models.fast import compiled_graphs, cuda_graphs
 
 
 def stack(model: models.base.Model, clients: int = 5) -> tuple[Tensor, ...]:
@@ -91,8 +92,6 @@ def test_a_compiler_that_errs_is_not_used(monkeypatch) -> None:
 
 
 def test_the_fastest_way_is_found_and_ways_that_fail_are_out() -> None:
-    import time
-
     def slow(w: Tensor) -> Tensor:
         time.sleep(0.01)
         return w
@@ -128,3 +127,83 @@ def test_captured_gradients_have_the_bits_of_the_loop(net) -> None:
     for clients in (1, 3, 8, 21):
         inputs = tuple(part.cuda() for part in stack(net, clients))
         assert torch.equal(cuda_graphs.run(net, *inputs), net.backends.looped(*inputs))
+
+
+class Late:
+    """A path that is measured late, which computes what the loop does and sleeps first."""
+
+    def __init__(self, model: models.network.Network, seconds: float, monkeypatch) -> None:
+        self.seconds, self.calls = seconds, 0
+        loop = replace(model, decisions={}).backends.looped
+
+        def run(_: models.network.Network, *inputs: Tensor) -> Tensor:
+            self.calls += 1
+            time.sleep(self.seconds)
+            return loop(*inputs)
+
+        path = fast.FastPath("late", "gradient", lambda *_: True, run, family="compiled", late=True)
+        monkeypatch.setattr(fast, "PATHS", (path,))
+        fast._enabled.cache_clear()
+
+
+@pytest.fixture
+def slow_loop(net, monkeypatch):
+    """A network whose loop takes 10 ms, beside a path for later; nothing of them is left behind."""
+    model = replace(net, stacked=False, decisions={})
+    loop = model.backends.looped
+
+    def slow(*inputs: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return loop(*inputs)
+
+    monkeypatch.setattr(model.backends, "looped", slow)
+    yield model
+    monkeypatch.undo()
+    fast._enabled.cache_clear()
+
+
+def test_a_late_path_is_measured_once_training_has_lasted(slow_loop, monkeypatch) -> None:
+    model, inputs = slow_loop, stack(slow_loop)
+    late, now = Late(model, 0.0, monkeypatch), [100.0]
+    monkeypatch.setattr(gradient_backends.time, "monotonic", lambda: now[0])
+    expected = model.grad(*inputs)
+    now[0] += gradient_backends.PATIENCE - 1
+    model.grad(*inputs)
+    assert late.calls == 0 and set(model.paths_used()) == {"loop"}
+    now[0] += 2
+    assert torch.equal(model.grad(*inputs), expected)
+    assert model.paths_used()["late"] == 1 and set(model.decisions.values()) == {"compiled"}
+    again = replace(model)  # what a checkpoint brings back
+    again.grad(*inputs)
+    assert set(again.paths_used()) == {"late"}
+
+
+def test_a_late_path_that_is_slower_is_not_measured_twice(slow_loop, monkeypatch) -> None:
+    model, inputs = slow_loop, stack(slow_loop)
+    late, now = Late(model, 0.1, monkeypatch), [100.0]
+    monkeypatch.setattr(gradient_backends.time, "monotonic", lambda: now[0])
+    for _ in range(3):
+        model.grad(*inputs)
+        now[0] += 2 * gradient_backends.PATIENCE
+    assert late.calls == 2 and set(model.paths_used()) == {"loop"}  # one call prepares, one is timed
+
+
+def test_nothing_is_measured_late_where_digits_must_not_depend_on_time(slow_loop, monkeypatch) -> None:
+    model, inputs = slow_loop, stack(slow_loop)
+    late, now = Late(model, 0.0, monkeypatch), [100.0]
+    monkeypatch.setattr(gradient_backends.time, "monotonic", lambda: now[0])
+    with measuring.untimed():
+        for _ in range(2):
+            model.grad(*inputs)
+            now[0] += 2 * gradient_backends.PATIENCE
+    assert late.calls == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a GPU")
+def test_compiled_graphs_have_the_gradients_of_the_loop(net) -> None:
+    for clients in (1, 3, 8):
+        inputs = tuple(part.cuda() for part in stack(net, clients))
+        assert compiled_graphs.supports(net, *inputs)
+        torch.testing.assert_close(
+            compiled_graphs.run(net, *inputs), net.backends.looped(*inputs), rtol=1e-4, atol=1e-5
+        )

@@ -35,6 +35,7 @@ from typing import Any
 from coterie._core.errors import SettingError, nearest
 from coterie.models.fast import (
     batched_layers,
+    compiled_graphs,
     cuda_graphs,
     dual_sgd,
     group_norm,
@@ -61,7 +62,8 @@ class FastPath:
     `supports` says whether `run` can compute the given arguments and is expected to be faster. Gradient paths of one
     `family` are alternatives of which the first that fits is taken; families are measured against each other.
     `in_parts(model, rows)` says whether one stack of clients is computed by several threads, `unlocked(model, rows)`
-    whether they compute without Python's lock. The first call of a path that `prepares` is not timed.
+    whether they compute without Python's lock. The first call of a path that `prepares` is not timed. A path that is
+    `late` is measured once training has lasted for a while.
     """
 
     name: str
@@ -72,6 +74,7 @@ class FastPath:
     in_parts: Callable[..., bool] = _never
     unlocked: Callable[..., bool] = _never
     prepares: bool = False
+    late: bool = False
 
     @property
     def summary(self) -> str:
@@ -97,6 +100,14 @@ PATHS = (
     FastPath("batched-layers", "features", batched_layers.supports_features, batched_layers.features),
     FastPath("vmap", "gradient", vmap.supports, vmap.run, family="stacked"),
     FastPath("cuda-graphs", "gradient", cuda_graphs.supports, cuda_graphs.run, family="captured"),
+    FastPath(
+        "compiled-graphs",
+        "gradient",
+        compiled_graphs.supports,
+        compiled_graphs.run,
+        family="compiled",
+        late=True,
+    ),
     FastPath("group-norm", "group norm", group_norm.takes, group_norm.normalised),
     FastPath("row-statistics", "statistics", row_statistics.supports, row_statistics.run),
     FastPath("tree-kernel", "tree leaves", tree_kernel.supports, tree_kernel.leaves),

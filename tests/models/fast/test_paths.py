@@ -19,7 +19,7 @@ from coterie.models.fast import dual_sgd
 from coterie.models.network import Network
 
 NAMES = sorted({path.name for path in fast.PATHS})
-ON_GPU = {"cuda-graphs", "group-norm"}
+ON_GPU = {"compiled-graphs", "cuda-graphs", "group-norm"}
 HELPERS = {"group_norm_triton", "lazy_models", "operations", "ragged", "winograd"}
 
 
