@@ -26,6 +26,7 @@ from coterie import Federation, fit, models
 from coterie.algorithms import make
 from coterie.models import gradient_backends
 
+LR = 0.002  # small enough for the transformers
 CLIENTS, STEPS, BATCH, ROWS, CLASSES = 8, 5, 128, 512, 10
 TOKENS, LENGTH = 256, 128
 
@@ -146,7 +147,7 @@ def plain(name: str, precision: str, compiled: bool, repeats: int) -> float:
                     loss = functional.cross_entropy(forward(x[k, drawn]), y[k, drawn])
                 gradients = torch.autograd.grad(loss, parameters)
                 with torch.no_grad():
-                    torch._foreach_add_(parameters, gradients, alpha=-0.05)
+                    torch._foreach_add_(parameters, gradients, alpha=-LR)
             with torch.no_grad():
                 torch._foreach_add_(total, parameters, alpha=1 / CLIENTS)
         shared[:] = total
@@ -160,7 +161,7 @@ def ours(name: str, precision: str, repeats: int) -> dict[str, Any]:
     model = models.network(NETWORKS[name], precision=precision)
     sizes, names = torch.full((CLIENTS,), ROWS), [str(k) for k in range(CLIENTS)]
     fed = Federation.from_rows(x, y, sizes, model=model, names=names, device="cuda")
-    algorithm = make("fedavg", steps=STEPS, batch=BATCH)
+    algorithm = make("fedavg", lr=LR, steps=STEPS, batch=BATCH)
 
     def whole(rounds: int) -> float:
         torch.cuda.synchronize()
@@ -208,7 +209,7 @@ def profile(name: str, precision: str) -> str:
     model = models.network(NETWORKS[name], precision=precision, compiled=True, stacked=False)
     sizes, names = torch.full((CLIENTS,), ROWS), [str(k) for k in range(CLIENTS)]
     fed = Federation.from_rows(x, y, sizes, model=model, names=names, device="cuda")
-    algorithm = make("fedavg", steps=STEPS, batch=BATCH)
+    algorithm = make("fedavg", lr=LR, steps=STEPS, batch=BATCH)
     fit(fed, algorithm, 2, evaluate_every=0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         fit(fed, algorithm, 2, evaluate_every=0)
