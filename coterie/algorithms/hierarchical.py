@@ -30,6 +30,7 @@ from coterie.theory.variance_components import EFFECTS, Components, Sums, moment
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
 LARGEST = 256  # parameters up to which clients send second derivatives
+CHOSEN_ROUNDS = 2  # in which effects = "auto" is decided for such a loss; later sums differ little
 ESTIMATED_ROUNDS = 5  # in which the variances of a loss that is not quadratic are estimated anew
 LONGEST_STEP = 3.0  # of a centre in a round: a quadratic misleads far away
 MOST_NEWTON_STEPS = 50  # of a newcomer; less than ten are usual
@@ -165,8 +166,9 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         found = Components(s.noise, s.within.double(), s.between.double())
         if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not closed):
             near = found if s.within.any() else None
-            groups = effect_groups(self, fed, sums, near)
-            found = self.components(fed, sums, groups, replies.ids, near)
+            groups = s.groups if t > CHOSEN_ROUNDS and near else effect_groups(self, fed, sums, near)
+            rough = t < ESTIMATED_ROUNDS and not closed
+            found = self.components(fed, sums, groups, replies.ids, near, rough)
             s = s.replace(groups=groups)
             if self.tails == "t" or (self.tails == "auto" and self.simple(fed) and looks_heavy(sums, found)):
                 found, trust, groups = self.robust(fed, sums, groups, found)
@@ -193,7 +195,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             each["noise"] = torch.full((fed.n, 1), found.noise).to(noise).index_copy(0, replies.ids, noise)
             s = s.replace(noises=each["noise"])
         placed = fed.map(self.place, each=each, **shared, link=self.link)
-        still = bool((middle - s.centres).abs().max() <= 1e-9 * (1 + middle.abs().max()))
+        digits = max(1e-9, 4 * torch.finfo(fed.dtype).eps)
+        still = bool((middle - s.centres).abs().max() <= digits * (1 + middle.abs().max()))
         settled = closed or (still and t > ESTIMATED_ROUNDS)
         s = s.replace(
             x=common.to(fed.dtype),
@@ -226,7 +229,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         return s.replace(x=common, centres=middle)
 
     def components(
-        self, fed: Federation, sums: Sums, groups: Tensor, ids: Tensor, near: Components | None
+        self, fed: Federation, sums: Sums, groups: Tensor, ids: Tensor, near: Components | None, rough: bool
     ) -> Components:
         """Return the variances as `choose` says; for losses other than least squares the noise is one."""
         choice, noise = self.choice(fed), None if fed.model.has_statistics else 1.0
@@ -237,7 +240,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         if choice == "moments":
             effects = self.effects if self.effects == "intercept" else "same"
             return rounded(moments(sums, effects, noise=noise))
-        settings: Any = {"noise": noise, "restricted": choice == "reml", "near": near}
+        settings: Any = {"noise": noise, "restricted": choice == "reml", "near": near, "roughly": rough}
         settings |= {"per_cluster": self.variances == "cluster", "full": self.covariance == "full"}
         if self.noise != "one" and noise is None:
             settings["noise_groups"] = sums.clusters if self.noise == "cluster" else torch.arange(len(ids))

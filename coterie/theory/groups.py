@@ -66,4 +66,6 @@ class Groups:
 
 def group_sum(values: Tensor, groups: Tensor, count: int) -> Tensor:
     """Return the sums of rows [n, ...] by group, [count, ...]."""
+    if count == 1:
+        return values.sum(0, keepdim=True)
     return values.new_zeros((count, *values.shape[1:])).index_add_(0, groups, values)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from coterie.theory.deviance_search import lowest, sharpened
+from coterie.theory.elimination import eliminate
 from coterie.theory.groups import group_sum
-from coterie.theory.hierarchical import lift, pseudo_solve, scaled, times
+from coterie.theory.hierarchical import pseudo_solve, times
 from coterie.theory.marginal import Structure
 from coterie.theory.variance_components import Components, Sums, pattern, residual
 
@@ -202,6 +203,7 @@ def maximum_likelihood(
     near: Components | None = None,
     full: bool = False,
     noise_groups: Tensor | None = None,
+    roughly: bool = False,
 ) -> Components:
     """Estimate variances by (restricted) maximum likelihood.
 
@@ -223,6 +225,8 @@ def maximum_likelihood(
         Whether effects of a client may be correlated.
     noise_groups
         Which noise variance each client has, where there are several, [n].
+    roughly
+        Whether the first digits are enough, as for sums that are about to change.
 
     Returns
     -------
@@ -245,8 +249,8 @@ def maximum_likelihood(
     if full and near is None:
         simple = Likelihood(sums, groups, per_cluster, noise, restricted, False, noise_groups)
         start = model.start(simple.components(simple.fit(simple.start())[0]))
-    point, best = model.fit(start)
-    return model.components(model.without(model.sharpened(point), best))
+    point, best = model.fit(start, tolerance=_CLOSE) if roughly else model.fit(start)
+    return model.components(model.without(point if roughly else model.sharpened(point), best))
 
 
 def best_effects(
@@ -334,9 +338,8 @@ def deviance(
     total = (sums.rows * (noise.log() + math.log(2 * math.pi))).sum()
     spread = within[sums.clusters]
     for clusters in (sums.clusters, torch.zeros_like(torch.arange(len(within)))):
-        total = total + _log_determinant(a, spread).sum()
-        h, g = lift(a, b, spread)
-        q = q - (b * scaled(spread, g.unsqueeze(-1)).squeeze(-1)).sum(-1, keepdim=True)
+        logarithm, h, g, explained = eliminate(a, b, spread)
+        total, q = total + logarithm.sum(), q - explained
         count = 1
         if clusters is sums.clusters:
             count = len(within)
@@ -347,13 +350,6 @@ def deviance(
     common = pseudo_solve(a.detach(), b.detach())
     total = total + q.sum() - 2 * b @ common + common @ times(a, common)
     return total + torch.logdet(a) if restricted else total
-
-
-def _log_determinant(a: Tensor, spread: Tensor) -> Tensor:
-    """Return log det(I + S A), [n]."""
-    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    logarithm: Tensor = torch.linalg.slogdet(identity + scaled(spread, a))[1]
-    return logarithm
 
 
 def _without_giants(information: Tensor, rows: Tensor) -> Tensor:
