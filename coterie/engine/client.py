@@ -146,7 +146,7 @@ class Client:
         if self.private is not None:
             grad = self._noisy_grad(x)
             return grad if mask is None else grad * mask
-        grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
+        grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self._gradient, x, "", again)
         return grad if mask is None else grad * mask
 
     def grad_to_centres(self, x: Tensor, centres: Tensor, known: Tensor, again: bool = False) -> Tensor:
@@ -319,7 +319,7 @@ class Client:
         kept = f"{self.optimizer} {stream}".strip()
         memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
-            grad = self.full_grad(x) if full else self._on_minibatch(self.model.grad, x, stream)
+            grad = self.full_grad(x) if full else self._on_minibatch(self._gradient, x, stream)
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
@@ -387,7 +387,16 @@ class Client:
         x, statistics = materialize(x), self._statistics
         if statistics is not None:
             return self.model.grad_from(statistics, x)
-        return self.over_rows(self.model.grad, x)
+        return self.over_rows(self._gradient, x)
+
+    def _gradient(self, x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient at x on these rows."""
+        path = fast.find("minibatch gradient", self.model, x, inputs, targets, weight)
+        if path is None:
+            return self.model.grad(x, inputs, targets, weight)
+        self._runtime.used[path.name] += 1
+        found: Tensor = path.run(self.model, x, inputs, targets, weight)
+        return found
 
     def descent(self, step: Tensor) -> Callable[..., Tensor]:
         """Return a function of x and k that takes k steps x <- x - step grad(x), step [..., 1], perhaps in `out`."""
