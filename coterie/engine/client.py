@@ -147,7 +147,7 @@ class Client:
         if self.private is not None:
             grad = self._noisy_grad(x)
             return grad if mask is None else grad * mask
-        grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self._gradient, x, "", again)
+        grad = self.full_grad(x) if self._all_rows else self._minibatch_grad(x, "", again)
         return grad if mask is None else grad * mask
 
     def grad_to_centres(self, x: Tensor, centres: Tensor, known: Tensor, again: bool = False) -> Tensor:
@@ -321,7 +321,7 @@ class Client:
         kept = f"{self.optimizer} {stream}".strip()
         memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
-            grad = self.full_grad(x) if full else self._on_minibatch(self._gradient, x, stream)
+            grad = self.full_grad(x) if full else self._minibatch_grad(x, stream)
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
@@ -392,13 +392,37 @@ class Client:
         return self.over_rows(self._gradient, x)
 
     @property
+    def _minibatch_grad(self) -> Callable[..., Tensor]:
+        """Function of x, stream and `again`: gradients on a minibatch; networks have fast paths of their own."""
+        if isinstance(self.model, Glm):
+            return self._glm_grad
+        return functools.partial(self._on_minibatch, self.model.grad)
+
+    def _glm_grad(self, x: Tensor, stream: str, again: bool = False) -> Tensor:
+        rows = self._runtime.train
+        path = fast.find("minibatch gradient", self.model, x, rows)
+        if path is None:
+            return self._on_minibatch(self.grad_on, x, stream, again)
+        self._runtime.used[path.name] += 1
+        drawn, weight = self.batches.next_rows(stream, again)
+        weight = self._reduced(weight, rows)
+
+        def part(k: slice) -> Tensor:
+            found: Tensor = path.run(self.model, x[k], rows, drawn[k], weight[k])
+            return found
+
+        if self.threads == 1:
+            return part(slice(None))
+        return torch.cat(threads.shared_out(part, len(x), weight.numel() * self.model.d))
+
+    @property
     def _gradient(self) -> Callable[..., Tensor]:
         """Gradients on given rows; networks choose among fast paths of their own."""
         return self.grad_on if isinstance(self.model, Glm) else self.model.grad
 
     def grad_on(self, x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient at x on the rows that `over_rows` or `over_batch` gives to a function."""
-        path = fast.find("minibatch gradient", self.model, x, inputs, targets, weight)
+        path = fast.find("row gradient", self.model, x, inputs, targets, weight)
         if path is None:
             return self.model.grad(x, inputs, targets, weight)
         self._runtime.used[path.name] += 1

@@ -337,23 +337,31 @@ int64_t DUAL_SGD(const dual_sgd_work *s, int part) {
     return problem;
 }
 
-/* The gradients of a stack, one client after the other. */
+/* The gradients of a stack, one client after the other. Rows that are drawn are copied to where they stay in the cache. */
 int64_t GLM_GRADIENT(const glm_gradient_work *s) {
     int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, length = rounded(s->rows);
-    float *packed = aligned_alloc(sizeof(lanes), outputs * (rounded(columns) + length) * sizeof *packed);
+    int64_t copied = s->drawn ? rounded(s->rows * columns) : 0;
+    float *packed = aligned_alloc(sizeof(lanes), (outputs * (rounded(columns) + length) + copied) * sizeof *packed);
     const float **rows = malloc((s->rows + 1) * sizeof *rows);
     int64_t problem = packed && rows ? FINE : NO_MEMORY;
-    float *slopes = packed + outputs * rounded(columns);
+    float *slopes = packed + outputs * rounded(columns), *copy = slopes + outputs * length;
     for (int64_t k = 0; k < s->clients && !problem; k++) {
-        const float *x = s->x + k * s->rows * columns;
+        const int64_t *drawn = s->drawn ? s->drawn + k * s->rows : NULL;
+        const float *x = drawn ? copy : s->x + k * s->rows * columns;
+        for (int64_t b = 0; b < s->rows; b++) {
+            rows[b] = x + b * columns;
+            if (!drawn) continue;
+            if (drawn[b] < 0 || drawn[b] >= s->total) problem = OUT_OF_RANGE;
+            else memcpy(copy + b * columns, s->x + drawn[b] * columns, columns * sizeof *copy);
+        }
+        if (problem) break;
         if (!k || s->table_step) pack(s->tables + k * s->table_step, outputs, columns, packed);
         score(x, s->rows, columns, packed, outputs, slopes, length);
         predict(s->loss, outputs, slopes, length);
         for (int64_t b = 0; b < s->rows; b++) {
-            int64_t row = k * s->rows + b;
-            rows[b] = x + b * columns;
+            int64_t row = drawn ? drawn[b] : k * s->rows + b;
             if (!subtract_label(s->loss, s->integers, s->y, row, outputs, slopes + b, length)) problem = OUT_OF_RANGE;
-            for (int64_t o = 0; o < outputs; o++) slopes[o * length + b] *= s->weight[row];
+            for (int64_t o = 0; o < outputs; o++) slopes[o * length + b] *= s->weight[k * s->rows + b];
         }
         memset(s->gradients + k * d, 0, d * sizeof *slopes);
         add_rows(&(sum_of_rows){rows, s->rows, columns, slopes, length, outputs, s->gradients + k * d, 0});

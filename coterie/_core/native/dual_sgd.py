@@ -35,7 +35,9 @@ class GradientWork(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("clients", "rows", "outputs", "columns", "loss", "integers")),
         ("tables", ctypes.c_void_p),
         ("table_step", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "weight", "gradients")),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "drawn")),
+        ("total", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weight", "gradients")),
     )
 
 
@@ -45,16 +47,11 @@ available = library is not None and bool(library.coterie_dual_sgd_suits(0))
 def run(work: Work) -> None:
     """Run the C kernel on this work, one thread per part, without holding Python's global lock."""
     assert library is not None
-    _check(library.coterie_dual_sgd(ctypes.byref(work), lanes))
+    check(library.coterie_dual_sgd(ctypes.byref(work), lanes))
 
 
-def gradients(work: GradientWork) -> None:
-    """Compute the gradients of a stack, without holding Python's global lock."""
-    assert library is not None
-    _check(library.coterie_glm_gradient(ctypes.byref(work), lanes))
-
-
-def _check(problem: int) -> None:
+def check(problem: int) -> None:
+    """Raise an error if a kernel returned a problem."""
     if problem == NO_MEMORY:
         raise MemoryError("no memory for the scores of a client")
     if problem == OUT_OF_RANGE:

@@ -9,6 +9,7 @@ from torch import Tensor
 from coterie import Federation, fit, models
 from coterie._core.native import dual_sgd as native
 from coterie.algorithms import make
+from coterie.data.rows import Rows
 from coterie.models import fast
 from coterie.models.fast import dual_sgd, glm_kernel
 from coterie.models.glm import Glm
@@ -46,6 +47,21 @@ def test_gradients_are_those_of_the_closed_form(features, classes, lanes, monkey
                 expected = model.grad(w.double(), x.double(), y, weight.double())
                 found = glm_kernel.run(model, w, *given).double()
                 assert (found - expected).abs().max() < 2e-6 * expected.abs().max().clamp(min=1.0)
+
+
+def test_rows_are_read_where_they_are() -> None:
+    torch.manual_seed(0)
+    model = models.softmax(classes=4, intercept=True).fit_to(torch.randn(4, 20), torch.arange(4))
+    x, y = model.prepare(torch.randn(50, 20)), torch.randint(0, 4, (50,))
+    held = Rows(x, y, torch.tensor([0, 20, 50]), torch.tensor([20, 30, 0]))
+    drawn, weight, w = torch.randint(0, 51, (3, 7)), torch.rand(3, 7), torch.randn(3, model.d)
+    assert glm_kernel.supports_drawn(model, w, held)
+    there = drawn.clamp(max=49)  # a last client without rows begins after the end
+    expected = glm_kernel.run(model, w, x[there], y[there], weight)
+    assert torch.equal(glm_kernel.run_drawn(model, w, held, drawn, weight), expected)
+    drawn[1, 3] = -1
+    with pytest.raises(IndexError):
+        glm_kernel.run_drawn(model, w, held, drawn, weight)
 
 
 def test_labels_that_are_not_classes_are_found() -> None:
