@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie._core.native import dual_sgd as native
+from coterie._core.native import library
 from coterie.data.rows import Rows
 from coterie.models.base import Model
 from coterie.models.class_weights import weigh
@@ -63,8 +64,8 @@ def _computed(model: Glm, w: Tensor, x: Tensor, y: Tensor, drawn: Tensor | None,
         *(None if drawn is None else drawn.data_ptr(), len(x)),
         *(weight.data_ptr(), result.data_ptr()),
     )
-    assert native.library is not None
-    native.check(native.library.coterie_glm_gradient(ctypes.byref(work), native.lanes))
+    assert library is not None
+    native.check(library.coterie_glm_gradient(ctypes.byref(work), native.lanes))
     if model.l2:
         table, given = (one.view(len(w), model.outputs, model.columns) for one in (result, tables))
         penalised = model.columns - model.intercept
