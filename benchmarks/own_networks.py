@@ -44,7 +44,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.norms[0](self.first(x)).relu()
-        return (self.norms[1](self.second(inner)) + self.shortcut(x)).relu()
+        found: Tensor = (self.norms[1](self.second(inner)) + self.shortcut(x)).relu()
+        return found
 
 
 def resnet18() -> nn.Module:
@@ -131,7 +132,7 @@ def plain(name: str, precision: str, compiled: bool, repeats: int) -> float:
     """Return seconds of a round of FedAvg in plain PyTorch."""
     module = NETWORKS[name]().cuda()
     x, y = (part.cuda().view(CLIENTS, ROWS, *part.shape[1:]) for part in rows(name))
-    parameters = list(module.parameters())
+    parameters: list[Tensor] = list(module.parameters())
     shared = [one.detach().clone() for one in parameters]
     forward = torch.compile(module) if compiled else module
     context = torch.autocast("cuda", torch.bfloat16) if precision == "bf16" else nullcontext()
@@ -176,11 +177,11 @@ def ours(name: str, precision: str, repeats: int) -> dict[str, Any]:
         0.0,
         time.perf_counter() - started,
     )  # what waits for half a minute comes now
-    fed.model.backends._late.update(dict.fromkeys(fed.model.backends._late, 0.0))  # type: ignore[attr-defined]
+    fed.model.backends._late.update(dict.fromkeys(fed.model.backends._late, 0.0))
     whole(2)
     tried = time.perf_counter() - started - first
     took = statistics.median((whole(2 + repeats) - whole(2)) / repeats for _ in range(3))
-    return {"seconds": took, "chosen": dict(fed.model.decisions), "first_s": first, "trial_s": tried}  # type: ignore[attr-defined]
+    return {"seconds": took, "chosen": dict(fed.model.decisions), "first_s": first, "trial_s": tried}
 
 
 def lines(names: list[str], precisions: list[str], repeats: int) -> Iterator[dict[str, Any]]:

@@ -66,10 +66,9 @@ class Apfl(Algorithm):
         w, v, alpha = x, client.keep.personal, client.keep.alpha
         for k in range(self.steps):
             grad, own = client.grad(w), client.grad(torch.lerp(w, v, alpha), again=True)
-            slope = dot(own, v - w)
-            w, v = w - self.lr * grad, v - self.lr * alpha * own
-            if self.learn_alpha and k == 0:
-                alpha = (alpha - self.lr * slope).clamp(0, 1)
+            slope = dot(own, v - w) if self.learn_alpha and k == 0 else 0.0
+            w, v = w.sub(grad, alpha=self.lr), torch.addcmul(v, alpha, own, value=-self.lr)
+            alpha = (alpha - self.lr * slope).clamp(0, 1)
         client.keep.personal, client.keep.alpha = v, alpha
         return w
 

@@ -66,31 +66,27 @@ class FedEm(Algorithm):
         client.keep.pi = equal.expand(*client.lead, self.components)
 
     def train(self, client: Client, thetas: Tensor) -> Tensor:
-        model, pi = client.model, client.keep.pi
+        pi, w = client.keep.pi, thetas
 
-        def expected(w: Tensor, *rows: Tensor) -> Tensor:
+        def expected(before: Tensor, pi: Tensor, *rows: Tensor) -> Tensor:
             """E step: the responsibilities [..., m, B] of the components for these rows."""
-            own, share = w[..., : -self.components], w[..., -self.components :]
-            losses = [row_losses(model, theta, *rows) for theta in own.chunk(self.components, -1)]
-            return torch.softmax(share.log().unsqueeze(-1) - torch.stack(losses, -2), -2)
+            losses = [row_losses(client.model, theta, *rows) for theta in before.unbind(-2)]
+            return torch.softmax(pi.log().unsqueeze(-1) - torch.stack(losses, -2), -2)
 
-        def gradients(w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        def gradients(w: Tensor, before: Tensor, pi: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
             """M step: the gradients of all components on the rows that they are responsible for."""
-            now, before = w[..., :len_thetas], w[..., len_thetas:]
-            q = expected(before, x, y, weight)
-            each = enumerate(now.chunk(self.components, -1))
-            return torch.cat([model.grad(theta, x, y, weight * q[..., m, :]) for m, theta in each], -1)
+            q = expected(before, pi, x, y, weight)
+            each = enumerate(w.unbind(-2))
+            return torch.stack([client.grad_on(theta, x, y, weight * q[..., m, :]) for m, theta in each], -2)
 
-        before = torch.cat([thetas.flatten(-2), pi], -1)
-        w, len_thetas = thetas.flatten(-2), thetas.shape[-2:].numel()
+        def shares(before: Tensor, pi: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            """Return the means of the responsibilities over rows with these weights."""
+            return (expected(before, pi, x, y, weight) * weight.unsqueeze(-2)).sum(-1)
+
         for _ in range(self.steps):
-            w = w - self.lr * client.over_batch(gradients, torch.cat([w, before], -1))
-        client.keep.pi = client.over_rows(
-            lambda w, x, y, weight: (expected(w, x, y, weight) * weight.unsqueeze(-2)).sum(-1),
-            before,
-            reduce=False,
-        ).clamp(min=1e-12)
-        return w.view(thetas.shape)
+            w = w.sub(client.over_batch(gradients, (w, thetas, pi)), alpha=self.lr)
+        client.keep.pi = client.over_rows(shares, (thetas, pi), reduce=False).clamp(min=1e-12)
+        return w
 
     def deploy(self, client: Client, thetas: Tensor) -> Tensor:
         pi = client.keep.pi.unsqueeze(-1)

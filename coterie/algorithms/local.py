@@ -50,16 +50,9 @@ class Local(Algorithm):
         v = client.keep.personal
         if self.exact:
             v = client.solve(torch.zeros_like(v), prox=self.ridge)
-        elif self.optimizer != "sgd":
-            v = client.sgd(v, self.lr, self.steps, prox=self.ridge, anchor=torch.zeros_like(v))
         else:
-            for _ in range(self.steps):
-                v = v - self.lr * self._grad(client, v)
+            v = client.sgd(v, self.lr, self.steps, prox=self.ridge, anchor=torch.zeros_like(v))
         client.keep.personal = v
-
-    def _grad(self, client: Client, v: Tensor) -> Tensor:
-        grad = client.grad(v)
-        return grad + self.ridge * v if self.ridge else grad
 
     def deploy(self, client: Client) -> Tensor:
         return client.keep.personal

@@ -19,6 +19,7 @@ from coterie.engine.keep import Keep
 from coterie.engine.row_privacy import RowPrivacy, refuse
 from coterie.models import blocks, fast
 from coterie.models.fast.lazy_models import materialize
+from coterie.models.glm import Glm
 from coterie.models.groups import ParameterGroups
 from coterie.models.local_sgd import SgdJob
 from coterie.models.metrics import LOSS, client_sums
@@ -146,7 +147,7 @@ class Client:
         if self.private is not None:
             grad = self._noisy_grad(x)
             return grad if mask is None else grad * mask
-        grad = self.full_grad(x) if self._all_rows else self._on_minibatch(self.model.grad, x, "", again)
+        grad = self.full_grad(x) if self._all_rows else self._minibatch_grad(x, "", again)
         return grad if mask is None else grad * mask
 
     def grad_to_centres(self, x: Tensor, centres: Tensor, known: Tensor, again: bool = False) -> Tensor:
@@ -169,15 +170,16 @@ class Client:
             On a fresh minibatch, as `grad`.
         """
         self._require_free("features")
-        shape, model = centres.shape[-2:], self.model
-        given = torch.cat([materialize(x), centres.flatten(-2), known], -1)
+        width, model = centres.shape[-1], self.model
+        given = (materialize(x), centres, known)
 
-        def pull(given: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            w, middles, seen = given.split([model.d, shape.numel(), shape[0]], -1)
+        def pull(
+            w: Tensor, middles: Tensor, seen: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor
+        ) -> Tensor:
             label = model.labels(targets)
             features = model.hidden_features(w, inputs)
-            own = label.unsqueeze(-1).expand(*label.shape, shape[1])
-            apart = features - middles.unflatten(-1, shape).gather(-2, own)
+            own = label.unsqueeze(-1).expand(*label.shape, width)
+            apart = features - middles.gather(-2, own)
             return model.feature_grad(w, inputs, apart * (weight * seen.gather(-1, label)).unsqueeze(-1))
 
         return self.over_rows(pull, given) if self._all_rows else self._on_minibatch(pull, given, "", again)
@@ -319,7 +321,7 @@ class Client:
         kept = f"{self.optimizer} {stream}".strip()
         memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
-            grad = self.full_grad(x) if full else self._on_minibatch(self.model.grad, x, stream)
+            grad = self.full_grad(x) if full else self._minibatch_grad(x, stream)
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
@@ -387,7 +389,45 @@ class Client:
         x, statistics = materialize(x), self._statistics
         if statistics is not None:
             return self.model.grad_from(statistics, x)
-        return self.over_rows(self.model.grad, x)
+        return self.over_rows(self._gradient, x)
+
+    @property
+    def _minibatch_grad(self) -> Callable[..., Tensor]:
+        """Function of x, stream and `again`: gradients on a minibatch; networks have fast paths of their own."""
+        if isinstance(self.model, Glm):
+            return self._glm_grad
+        return functools.partial(self._on_minibatch, self.model.grad)
+
+    def _glm_grad(self, x: Tensor, stream: str, again: bool = False) -> Tensor:
+        rows = self._runtime.train
+        path = fast.find("minibatch gradient", self.model, x, rows)
+        if path is None:
+            return self._on_minibatch(self.grad_on, x, stream, again)
+        self._runtime.used[path.name] += 1
+        drawn, weight = self.batches.next_rows(stream, again)
+        weight = self._reduced(weight, rows)
+
+        def part(k: slice) -> Tensor:
+            found: Tensor = path.run(self.model, x[k], rows, drawn[k], weight[k])
+            return found
+
+        if self.threads == 1:
+            return part(slice(None))
+        return torch.cat(threads.shared_out(part, len(x), weight.numel() * self.model.d))
+
+    @property
+    def _gradient(self) -> Callable[..., Tensor]:
+        """Gradients on given rows; networks choose among fast paths of their own."""
+        return self.grad_on if isinstance(self.model, Glm) else self.model.grad
+
+    def grad_on(self, x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient at x on the rows that `over_rows` or `over_batch` gives to a function."""
+        path = fast.find("row gradient", self.model, x, inputs, targets, weight)
+        if path is None:
+            return self.model.grad(x, inputs, targets, weight)
+        self._runtime.used[path.name] += 1
+        found: Tensor = path.run(self.model, x, inputs, targets, weight)
+        return found
 
     def descent(self, step: Tensor) -> Callable[..., Tensor]:
         """Return a function of x and k that takes k steps x <- x - step grad(x), step [..., 1], perhaps in `out`."""
@@ -405,11 +445,7 @@ class Client:
         """Return the Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
         self._require_free("products with the Hessian")
 
-        def product(pair: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            at, along = pair.chunk(2, -1)
-            return self.model.hvp(at, along, inputs, targets, weight)
-
-        return self.over_batch(product, torch.cat([x, v], -1))
+        return self.over_batch(self.model.hvp, (x, v))
 
     def loss(self, x: Tensor, split: str = "train") -> Tensor:
         """Return the loss at x on all rows of 'train' or 'validation', [..., 1]."""
@@ -524,31 +560,40 @@ class Client:
         return self.over_rows(calibrate, materialize(x))
 
     def over_rows(
-        self, function: Callable[..., Tensor], x: Tensor, rows: Rows | None = None, *, reduce: bool = True
+        self,
+        function: Callable[..., Tensor],
+        x: Tensor | tuple[Tensor, ...],
+        rows: Rows | None = None,
+        *,
+        reduce: bool = True,
     ) -> Tensor:
         """Return function(x, inputs, targets, weight) of all training rows, where rows of padding have weight 0.
 
         What it gives for a client must not depend on the padding. Weights carry the model's reduction unless `reduce`
-        is False; they then sum to one.
+        is False; they then sum to one. Several tensors x are as many first arguments.
         """
         self._require_free("functions of its rows")
-        rows = rows or self._runtime.train
+        rows, given = rows or self._runtime.train, x if isinstance(x, tuple) else (x,)
         result: Tensor | None = None
         for place, batch in rows.full(self._at):
             weight = self._group_weight(batch, place, rows) if reduce else batch.weight
-            part = function(x if place is None else broadcast.index(x, place), batch.x, batch.y, weight)
+            own = given if place is None else tuple(broadcast.index(one, place) for one in given)
+            part = function(*own, batch.x, batch.y, weight)
             if place is None:
                 return part
             if result is None:
-                result = part.new_empty((len(x), *part.shape[1:]))
+                result = part.new_empty((len(given[0]), *part.shape[1:]))
             result[place] = part
         assert result is not None
         return result
 
-    def over_batch(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Return function(x, inputs, targets, weight) of a fresh minibatch, which is drawn as in `grad`."""
+    def over_batch(self, function: Callable[..., Tensor], x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """Return function(x, inputs, targets, weight) of a fresh minibatch, which is drawn as in `grad`.
+
+        Several tensors x are as many first arguments.
+        """
         self._require_free("functions of its rows")
-        x = materialize(x)
+        x = tuple(map(materialize, x)) if isinstance(x, tuple) else materialize(x)
         return self.over_rows(function, x) if self._all_rows else self._on_minibatch(function, x, "")
 
     def uniform(self, purpose: str, count: int = 1) -> Tensor:
@@ -590,18 +635,22 @@ class Client:
         return values if self._at is None else values[self._at]
 
     def _on_minibatch(
-        self, function: Callable[..., Tensor], x: Tensor, stream: str, again: bool = False
+        self,
+        function: Callable[..., Tensor],
+        x: Tensor | tuple[Tensor, ...],
+        stream: str,
+        again: bool = False,
     ) -> Tensor:
         """Return a function of the model on the next minibatch of a stream; threads take parts of the stack."""
-        batch = self.batches.next(stream, again)
+        batch, given = self.batches.next(stream, again), x if isinstance(x, tuple) else (x,)
         weight = self._reduced(batch.weight, self._runtime.train)
         if self.threads == 1:
-            return function(x, batch.x, batch.y, weight)
+            return function(*given, batch.x, batch.y, weight)
 
         def part(k: slice) -> Tensor:
-            return function(x[k], batch.x[k], batch.y[k], weight[k])
+            return function(*(one[k] for one in given), batch.x[k], batch.y[k], weight[k])
 
-        return torch.cat(threads.shared_out(part, len(x), weight.numel() * self.model.d))
+        return torch.cat(threads.shared_out(part, len(given[0]), weight.numel() * self.model.d))
 
     def _tracked(self, x: Tensor, stream: str) -> Tensor:
         """Return x with running statistics moved by the minibatch of this step, where the model tracks them."""

@@ -51,6 +51,13 @@ class ClientBatches:
             self._last = stream, number, self._runtime.train.take(rows, weight, keys)
         return self._last[2]
 
+    def next_rows(self, stream: str, again: bool = False) -> tuple[Tensor, Tensor]:
+        """Return which rows the next minibatch of a stream has, or `again` the last, and their weights, [..., B]."""
+        number = self._taken.get(stream, 0) + (not again)
+        self._taken[stream] = number
+        rows, weight, _ = self._drawn_ahead(stream, number)
+        return rows, weight
+
     def draws(self, stream: str, steps: int) -> BatchDraws:
         """Return the draws of the next steps of a stream, as fast paths take them."""
         first = self._taken.get(stream, 0) + 1

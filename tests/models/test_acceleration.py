@@ -180,7 +180,7 @@ def test_a_late_path_is_measured_once_training_has_lasted(slow_loop, monkeypatch
 
 def test_a_late_path_that_is_slower_is_not_measured_twice(slow_loop, monkeypatch) -> None:
     model, inputs = slow_loop, stack(slow_loop)
-    late, now = Late(model, 0.1, monkeypatch), [100.0]
+    late, now = Late(model, 0.25, monkeypatch), [100.0]  # beyond what is measured again
     monkeypatch.setattr(gradient_backends.time, "monotonic", lambda: now[0])
     for _ in range(3):
         model.grad(*inputs)

@@ -3,6 +3,7 @@
 #if defined(__aarch64__)
 #define LANES 4
 #define DUAL_SGD coterie_dual_sgd_4
+#define GLM_GRADIENT coterie_glm_gradient_4
 #include "dual_sgd.h"
 #endif
 
@@ -12,9 +13,11 @@
 #include <stdlib.h>
 
 typedef int64_t kernel(const dual_sgd_work *, int);
+typedef int64_t gradient(const glm_gradient_work *);
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 kernel coterie_dual_sgd_8, coterie_dual_sgd_16;
+gradient coterie_glm_gradient_8, coterie_glm_gradient_16;
 #endif
 
 /* With vectors of so many floats; 0: as many as this processor has. */
@@ -99,4 +102,16 @@ int64_t coterie_dual_sgd(const dual_sgd_work *work, int lanes) {
     pthread_mutex_unlock(&t->lock);
     leave(t);
     return problem;
+}
+
+/* Gradients of a stack, with the vectors that `chosen` takes. */
+int64_t coterie_glm_gradient(const glm_gradient_work *work, int lanes) {
+    kernel *like = chosen(lanes);
+#if defined(__aarch64__)
+    if (like) return coterie_glm_gradient_4(work);
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    if (like == coterie_dual_sgd_16) return coterie_glm_gradient_16(work);
+    if (like == coterie_dual_sgd_8) return coterie_glm_gradient_8(work);
+#endif
+    return like || !work ? NO_MEMORY : OUT_OF_RANGE; /* nobody asks where nothing suits */
 }

@@ -1,7 +1,7 @@
 /* Local SGD of generalised linear models in the span of each client's rows; see coterie/models/fast/dual_sgd.py.
 
 A client's rows are scored, its steps taken and its rows added up while they are in the cache. Vectors are as wide as the
-processor's: gcc keeps wider ones in memory. So this file is included once for each width, LANES, to define DUAL_SGD. */
+processor's: gcc keeps wider ones in memory. So this file is included once for each width, LANES, to define DUAL_SGD and GLM_GRADIENT. */
 #include "lanes.h"
 #include "dual_sgd_work.h"
 #include <stdlib.h>
@@ -158,6 +158,20 @@ static void predict(int64_t loss, int64_t outputs, float *scores, int64_t length
     }
 }
 
+/* What labels add to the slopes of a row in its outputs, which are `step` apart; returns whether there is such a label. */
+INLINE int subtract_label(
+    int64_t loss, int64_t integers, const void *y, int64_t row, int64_t outputs, float *slopes, int64_t step
+) {
+    if (loss != SOFTMAX) {
+        slopes[0] -= integers ? (float)((const int64_t *)y)[row] : ((const float *)y)[row];
+        return 1;
+    }
+    int64_t label = integers ? ((const int64_t *)y)[row] : -1;
+    if (label < 0 || label >= outputs) return 0;
+    slopes[label * step] -= 1;
+    return 1;
+}
+
 /* kernel [rows, width] = inner products of rows [rows, columns]; returns whether there was memory for it. */
 static int multiply(const float *x, int64_t rows, int64_t columns, float *kernel, int64_t width) {
     float *packed = aligned_alloc(sizeof(lanes), (rows * rounded(columns) + LANES) * sizeof *packed);
@@ -236,12 +250,9 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
         }
         predict(s->loss, outputs, m->slopes, length);
         for (int64_t b = 0; b < batch; b++) {
-            int64_t row = m->drawn[b], label = s->integers ? ((const int64_t *)s->y)[first + row] : 0;
-            if (s->loss == SOFTMAX) {
-                if (label < 0 || label >= outputs) return OUT_OF_RANGE;
-                m->slopes[label * length + b] -= 1;
-            } else
-                m->slopes[b] -= s->integers ? (float)label : ((const float *)s->y)[first + row];
+            int64_t row = m->drawn[b];
+            if (!subtract_label(s->loss, s->integers, s->y, first + row, outputs, m->slopes + b, length))
+                return OUT_OF_RANGE;
             for (int64_t o = 0; o < outputs; o++) {
                 m->slopes[o * length + b] *= pace;
                 shares[o * size + row] += m->slopes[o * length + b];
@@ -265,11 +276,13 @@ static int64_t compute(const dual_sgd_work *s, room *m, int64_t k, float *shares
             if (!multiply(x, size, columns, s->kernels + who * s->largest * s->width, s->width)) return NO_MEMORY;
             __atomic_store_n(s->made + who, 1, __ATOMIC_RELEASE);
         }
-        if (m->fresh || s->table_step || centre) pack(table, outputs, columns, m->packed);
+        if (m->fresh || s->table_step || (centre && centre != table)) pack(table, outputs, columns, m->packed);
         m->fresh = 0;
         score(x, size, columns, m->packed, outputs, m->now, wide);
         witness(m, m->now, outputs * wide);
-        if (centre) {
+        if (centre == table)
+            memcpy(m->middle, m->now, outputs * wide * sizeof *m->now);
+        else if (centre) {
             pack(centre, outputs, columns, m->packed);
             score(x, size, columns, m->packed, outputs, m->middle, wide);
             witness(m, m->middle, outputs * wide);
@@ -321,5 +334,39 @@ int64_t DUAL_SGD(const dual_sgd_work *s, int part) {
     free(memory);
     free(m.rows);
     free(m.drawn);
+    return problem;
+}
+
+/* The gradients of a stack, one client after the other. Rows that are drawn are copied to where they stay in the cache. */
+int64_t GLM_GRADIENT(const glm_gradient_work *s) {
+    int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, length = rounded(s->rows);
+    int64_t copied = s->drawn ? rounded(s->rows * columns) : 0;
+    float *packed = aligned_alloc(sizeof(lanes), (outputs * (rounded(columns) + length) + copied) * sizeof *packed);
+    const float **rows = malloc((s->rows + 1) * sizeof *rows);
+    int64_t problem = packed && rows ? FINE : NO_MEMORY;
+    float *slopes = packed + outputs * rounded(columns), *copy = slopes + outputs * length;
+    for (int64_t k = 0; k < s->clients && !problem; k++) {
+        const int64_t *drawn = s->drawn ? s->drawn + k * s->rows : NULL;
+        const float *x = drawn ? copy : s->x + k * s->rows * columns;
+        for (int64_t b = 0; b < s->rows; b++) {
+            rows[b] = x + b * columns;
+            if (!drawn) continue;
+            if (drawn[b] < 0 || drawn[b] >= s->total) problem = OUT_OF_RANGE;
+            else memcpy(copy + b * columns, s->x + drawn[b] * columns, columns * sizeof *copy);
+        }
+        if (problem) break;
+        if (!k || s->table_step) pack(s->tables + k * s->table_step, outputs, columns, packed);
+        score(x, s->rows, columns, packed, outputs, slopes, length);
+        predict(s->loss, outputs, slopes, length);
+        for (int64_t b = 0; b < s->rows; b++) {
+            int64_t row = drawn ? drawn[b] : k * s->rows + b;
+            if (!subtract_label(s->loss, s->integers, s->y, row, outputs, slopes + b, length)) problem = OUT_OF_RANGE;
+            for (int64_t o = 0; o < outputs; o++) slopes[o * length + b] *= s->weight[k * s->rows + b];
+        }
+        memset(s->gradients + k * d, 0, d * sizeof *slopes);
+        add_rows(&(sum_of_rows){rows, s->rows, columns, slopes, length, outputs, s->gradients + k * d, 0});
+    }
+    free(packed);
+    free(rows);
     return problem;
 }

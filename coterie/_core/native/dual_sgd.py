@@ -28,13 +28,30 @@ class Work(ctypes.Structure):
     )
 
 
+class GradientWork(ctypes.Structure):
+    """The C struct `glm_gradient_work`; the caller keeps alive the tensors that it points to."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("clients", "rows", "outputs", "columns", "loss", "integers")),
+        ("tables", ctypes.c_void_p),
+        ("table_step", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "drawn")),
+        ("total", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("weight", "gradients")),
+    )
+
+
 available = library is not None and bool(library.coterie_dual_sgd_suits(0))
 
 
 def run(work: Work) -> None:
     """Run the C kernel on this work, one thread per part, without holding Python's global lock."""
     assert library is not None
-    problem = library.coterie_dual_sgd(ctypes.byref(work), lanes)
+    check(library.coterie_dual_sgd(ctypes.byref(work), lanes))
+
+
+def check(problem: int) -> None:
+    """Raise an error if a kernel returned a problem."""
     if problem == NO_MEMORY:
         raise MemoryError("no memory for the scores of a client")
     if problem == OUT_OF_RANGE:

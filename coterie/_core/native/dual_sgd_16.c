@@ -3,5 +3,6 @@
 #pragma GCC target("arch=x86-64-v4")
 #define LANES 16
 #define DUAL_SGD coterie_dual_sgd_16
+#define GLM_GRADIENT coterie_glm_gradient_16
 #include "dual_sgd.h"
 #endif

@@ -3,5 +3,6 @@
 #pragma GCC target("arch=x86-64-v3")
 #define LANES 8
 #define DUAL_SGD coterie_dual_sgd_8
+#define GLM_GRADIENT coterie_glm_gradient_8
 #include "dual_sgd.h"
 #endif

@@ -29,4 +29,17 @@ typedef struct {
     float *witness;            /* [parts], finite only if all scores and slopes are */
 } dual_sgd_work;
 
+/* Gradients of a stack of models, each on rows of its own. */
+typedef struct {
+    int64_t clients, rows, outputs, columns, loss, integers; /* rows of every client; whether labels are integers */
+    const float *tables;                                     /* [outputs, columns], for each client so many floats on */
+    int64_t table_step;
+    const float *x;       /* [clients, rows, columns]; [total, columns] if rows are drawn from them */
+    const void *y;        /* [clients, rows], or [total]; int64_t or float */
+    const int64_t *drawn; /* [clients, rows], places among the total, or NULL */
+    int64_t total;
+    const float *weight; /* [clients, rows] */
+    float *gradients;    /* [clients, outputs, columns] */
+} glm_gradient_work;
+
 #endif

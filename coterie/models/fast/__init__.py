@@ -12,6 +12,8 @@ commas leaves only those on.
 | sgd | `client.sgd` | an `SgdJob`: local SGD of a stack of clients |
 | client sgd | parallel-clients | model, w [d], minibatches, lr, prox, anchor, linear: local SGD of one client |
 | gradient | `Network.grad` | model, w [k, d], x, y, weight: gradients of a stack of clients |
+| row gradient | `client.grad_on`, `full_grad` | model, w [k, d], x, y, weight: gradients of linear models |
+| minibatch gradient | `client.grad`, `sgd` | model, w [k, d], rows, then drawn, weight [k, B]: the same on some rows |
 | features | `Network.hidden_features`, `feature_grad` | model, w [k, d], then x: what reaches the last layer |
 | client gradient | `Network.grad` | model, w [d], x, y, weight: the gradient of one client |
 | statistics | `client.full_grad`, `loss`, `solve` | model, rows: sums over rows that replace the rows |
@@ -38,6 +40,7 @@ from coterie.models.fast import (
     compiled_graphs,
     cuda_graphs,
     dual_sgd,
+    glm_kernel,
     group_norm,
     manual_backprop,
     mlp_kernel,
@@ -95,6 +98,8 @@ PATHS = (
     FastPath("parallel-clients", "sgd", parallel_clients.supports, parallel_clients.run),
     FastPath("manual-backprop", "client sgd", manual_backprop.supports_sgd, manual_backprop.sgd),
     FastPath("manual-backprop", "client gradient", manual_backprop.supports, manual_backprop.gradient),
+    FastPath("glm-kernel", "row gradient", glm_kernel.supports, glm_kernel.run),
+    FastPath("glm-kernel", "minibatch gradient", glm_kernel.supports_drawn, glm_kernel.run_drawn),
     FastPath("mlp-kernel", "gradient", mlp_kernel.supports, mlp_kernel.run, family="stacked", prepares=True),
     FastPath("batched-layers", "gradient", batched_layers.supports, batched_layers.run, family="stacked"),
     FastPath("batched-layers", "features", batched_layers.supports_features, batched_layers.features),

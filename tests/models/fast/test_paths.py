@@ -23,11 +23,11 @@ ON_GPU = {"compiled-graphs", "cuda-graphs", "group-norm"}
 HELPERS = {"group_norm_triton", "lazy_models", "operations", "ragged", "winograd"}
 
 
-def federation(model: Model, images: bool = False) -> Federation:
+def federation(model: Model, images: bool = False, single: bool = False) -> Federation:
     draw = torch.Generator().manual_seed(0)
     sizes = [12, 9, 15, 12, 4, 7]
     shape = (6, 6) if images else (30,)
-    dtype = torch.float32 if isinstance(model, Network) else torch.float64
+    dtype = torch.float32 if single or isinstance(model, Network) else torch.float64
     xs = [torch.randn(n, *shape, generator=draw, dtype=dtype) for n in sizes]
     ys = [torch.randint(0, 3, (n,), generator=draw) for n in sizes]
     if not isinstance(model, Network) and model.task == "regression":
@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "manual-backprop": (
         lambda: federation(models.cnn(channels=(2,), hidden=4, classes=3, stacked=False), images=True),
         {"name": "local", "batch": 0},
+    ),
+    "glm-kernel": (
+        lambda: federation(models.softmax(classes=3), single=True),
+        {"name": "apfl", "batch": 4, "steps": 3},
     ),
     "mlp-kernel": (
         lambda: federation(models.mlp((5,), classes=3, stacked=True)),
