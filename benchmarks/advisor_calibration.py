@@ -73,18 +73,25 @@ def fit(judged: list[Judged]) -> dict[str, Any]:
         [calibration.evidence(one.findings) for one in judged],
         [bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min()) for one in judged],
     )
-    leads, right, own_leads, own_right = [], [], [], []
+    leads, right, own, own_right, each = [], [], [], [], []
     for one in judged:
-        predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1).numpy()
+        predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1)
         family = FAMILY == bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min())
         leads.append(calibration.lead(predicted.mean(0)[family]))
         right.append(bool(one.mean[family].argmin() == predicted.mean(0)[family].argmin()))
-        for mine, truth in zip(predicted, np.asarray(one.risks), strict=True):
-            own_leads.append(calibration.lead(mine[family]))
-            own_right.append(bool(truth[family].argmin() == mine[family].argmin()))
+        shared = one.advice.method in SHARED
+        allowed, sure = (
+            torch.from_numpy(FAMILY == shared),
+            one.advice.sharing if shared else 1 - one.advice.sharing,
+        )
+        for mine, truth, name in zip(predicted, one.risks, one.advice.methods, strict=True):
+            own.append(calibration.client_evidence(mine, allowed, sure))
+            own_right.append(bool(truth[METHODS.index(name)] <= SAME * truth.min()))
+            each.append(1 / len(predicted))
+    client = LogisticRegression(C=1e6).fit(np.array(own), own_right, sample_weight=each)
     return {
         "BOUNDS": bounds, "SHARE": share, "WITHIN": logistic(leads, right),
-        "WITHIN_CLIENT": logistic(own_leads, own_right),
+        "CLIENT": tuple(round(float(v), 3) for v in (client.intercept_[0], *client.coef_[0])),
     }  # fmt: skip
 
 

@@ -50,6 +50,23 @@ def test_more_evidence_is_more_probability(judged):
     assert close < clear
 
 
+def test_a_client_is_sure_if_its_own_errors_and_the_federation_speak_for_the_method():
+    allowed = torch.tensor([False, False, True, True, True])
+
+    def sure(*predicted: float, family: float = 0.8) -> float:
+        return calibration.client_probability(torch.tensor(predicted), allowed, family)
+
+    usual = sure(2.0, 2.0, 1.2, 1.1, 1.0)
+    assert (
+        0 < sure(2.0, 2.0, 1.001, 1.1, 1.0) < usual < sure(2.0, 2.0, 3.0, 3.0, 1.0) < 1
+    )  # lead in its family
+    assert sure(2.0, 2.0, 1.2, 1.1, 1.0, family=0.5) < usual < sure(2.0, 2.0, 1.2, 1.1, 1.0, family=0.99)
+    assert sure(0.5, 2.0, 1.2, 1.1, 1.0) < usual  # alone it would be better off
+    inside, odds, ahead = calibration.client_evidence(torch.tensor([3.0, 2.0, 1.2, 1.1, 1.0]), allowed, 0.8)
+    assert (odds, ahead) == pytest.approx((math.log(4), math.log(2)), rel=1e-6)
+    assert inside == calibration.lead(torch.tensor([1.2, 1.1, 1.0]))
+
+
 def test_a_flat_penalty_is_noticed(judged):
     one = judged[0]
     flat = dataclasses.replace(one.findings, curve=torch.ones_like(one.findings.curve))
