@@ -264,6 +264,10 @@ class Algorithm:
             f"{self.name} has no certificate, so no accuracy can be the target of its training; flix with dgd has one"
         )
 
+    def sharpen(self, fed: Federation, s: State, target: float) -> State:
+        """Return the state with a smaller `certificate` where clients can give one that may prove `target`."""
+        return s
+
     def rounds_left(self, s: State, target: float) -> int | None:
         """Return the rounds after which `certificate` is sure to be at most `target`; None if that is not known."""
         return None

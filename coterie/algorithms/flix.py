@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, Reveals, setting
+from coterie.algorithms.flix_certificate import curvature_near, worth_asking
 from coterie.algorithms.mixing import Alpha, best_alpha, local_minimiser, read_alpha
 from coterie.engine.client import Client
 from coterie.engine.compressors import compressor
@@ -100,6 +101,7 @@ class FLIX(Algorithm):
         "local_model": "personal",
         "rest": "nothing",
         "slope": "gradient",
+        "curvature": "aggregate",
         "shifts": "gradient",
         "shifted_slope": "gradient",
         "descend": "model",
@@ -195,12 +197,15 @@ class FLIX(Algorithm):
             smoothness=torch.full_like(self._alphas(fed), UNKNOWN),
             convexity=torch.full_like(self._alphas(fed), UNKNOWN),
             gap=math.inf,
+            radius=math.inf,
             first=0.0,
             ready=False,
             whole=False,
         )
         if self.alpha == "auto" and not fed.has_rows("validation"):
             raise SettingError("flix: alpha='auto' chooses on validation rows, and there are none; give some")
+        if self.solver == "dgd":
+            s = s.replace(g=torch.zeros_like(x))
         if self.solver in SHIFTED:
             s = s.replace(h=torch.zeros_like(x), shifted=self.shift == "zero")
         if self.solver == "adam":
@@ -261,6 +266,13 @@ class FLIX(Algorithm):
         g = share * (client.full_grad(mixed) if self.solver in FULL else client.grad(mixed))
         return {"g": g, "alpha": client.keep.alpha} if self.alpha == "auto" else g
 
+    def curvature(
+        self, client: Client, x: Tensor, g: Tensor, radius: float, alpha: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return two numbers on how little f_i(T_i) curves within a radius of x."""
+        share = self._number(alpha)
+        return curvature_near(client, self._mixed(client, x, share), g, radius, share)
+
     def shifts(self, client: Client, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """Return the first h_i, uncompressed."""
         alpha = alpha if self.alpha != "auto" else client.keep.alpha
@@ -313,6 +325,18 @@ class FLIX(Algorithm):
         """Return a bound on f~(x) - min f~, from the gradient of gradient descent; inf for other solvers."""
         return float(s.gap) if s.alpha.any() else 0.0
 
+    def sharpen(self, fed: Federation, s: State, target: float) -> State:
+        if self.solver != "dgd" or "g" not in s or not worth_asking(fed, s.gap, target):
+            return s
+        mixture, size = self._known(s), float(norm(s.g))
+        lr, radius = self.lr or self._theory_step(fed, mixture), min(s.radius, size / mixture.mu)
+        r = fed.map(self.curvature, x=s.x + lr * s.g, g=s.g, radius=radius, each=self._each(s, None))
+        if len(r) < fed.n:
+            return s
+        along, least = (float(r.mean(name, uniform=True)) for name in ("along", "least"))
+        gap = flix_rates.curved_certificate(mixture, along, size**2, lr)
+        return s.replace(gap=min(s.gap, gap), radius=min(radius, size / least))
+
     def rounds_left(self, s: State, target: float) -> int | None:
         if not 0 < self.certificate(s) < math.inf:
             return None
@@ -330,6 +354,7 @@ class FLIX(Algorithm):
             "constants": (0, 2),
             "local_model": (0, d + 1),
             "slope": (d + own, sent + report),
+            "curvature": (2 * d + 1 + own, 2),
             "shifts": (d + own, d),
             "shifted_slope": (d + own, sent + report),
             "descend": (2 + own, d),
@@ -394,9 +419,17 @@ class FLIX(Algorithm):
         x = s.x - lr * g
         if self.average:
             s = s.replace(mean=(s.count * s.mean + x) / (s.count + 1), count=s.count + 1)
-        if self.solver == "dgd" and fed.model.convex and s.whole and mixture.n == fed.n:
-            s = s.replace(gap=flix_rates.running_certificate(mixture, size**2, lr))
+        if self.solver == "dgd" and fed.model.convex:
+            s = self._certified(fed, s, mixture, g, lr)
         return s.replace(x=x, first=first)
+
+    def _certified(self, fed: Federation, s: State, mixture: Mixture, g: Tensor, lr: float) -> State:
+        """Return the state with the certificate after a step of gradient descent; none if a client was away."""
+        if not s.whole or mixture.n < fed.n:
+            return s.replace(gap=math.inf, radius=math.inf)
+        gap = flix_rates.running_certificate(mixture, float(norm(g)) ** 2, lr)
+        before = math.inf if self.alpha == "auto" else s.gap  # f~ changes with alpha
+        return s.replace(gap=min(gap, flix_rates.dgd_rate(mixture) * before), g=g)
 
     def _theory_step(self, fed: Federation, mixture: Mixture, rounds: int | None = None) -> float:
         """Return the step size of theory; 0 if nothing is known or nothing curves."""

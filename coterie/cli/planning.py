@@ -67,9 +67,9 @@ def plan(
         float | None,
         typer.Option("--budget-mb", metavar="MB", help="budget of megabytes, up and down together"),
     ] = None,
-    solver: Annotated[str, typer.Option(metavar="NAME", help="dgd or diana")] = "dgd",
+    solver: Annotated[str, typer.Option(metavar="NAME", help="dgd, diana, ef21 or scaffnew")] = "dgd",
     compressor: Annotated[
-        str, typer.Option(metavar="NAME", help="compressor for diana, such as rand-3")
+        str, typer.Option(metavar="NAME", help="compressor for diana, such as rand-3, or ef21, such as top-3")
     ] = "identity",
     l2: L2Option = 0.1,
     task: TaskOption = None,

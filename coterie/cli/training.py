@@ -201,7 +201,15 @@ def fit(
     ] = 0,
     budget_mb: Annotated[
         float | None,
-        typer.Option("--budget-mb", metavar="MB", help="flix: as many rounds as fit, instead of --rounds"),
+        typer.Option(
+            "--budget-mb",
+            metavar="MB",
+            help="flix: as many rounds as fit, instead of --rounds; auto: the race is cut short",
+        ),
+    ] = None,
+    budget_seconds: Annotated[
+        float | None,
+        typer.Option("--budget-seconds", metavar="S", help="auto: the race is cut short after so many"),
     ] = None,
     accuracy: Annotated[
         float | None,
@@ -231,10 +239,15 @@ def fit(
     given = assignments(settings or [])
     from_theory, algorithm = truth(given.pop("theory", "false")), method_for(model, algorithm)
     method = "auto" if algorithm == "auto" else make(algorithm, **given)
-    if isinstance(method, str) and (settings or budget_mb is not None or state_memory is not None):
-        raise SettingError("auto chooses by itself; leave out --set, --budget-mb and --state-memory")
-    if budget_mb is not None and refit not in (None, "none"):
+    races = isinstance(method, str)
+    if races and (settings or state_memory is not None):
+        raise SettingError("auto chooses by itself; leave out --set and --state-memory")
+    if not races and budget_mb is not None and refit not in (None, "none"):
         raise SettingError("--budget-mb is for one training, and --refit trains again; leave one of them out")
+    if budget_mb is not None and accuracy is not None:
+        raise SettingError(
+            "--budget-mb and --accuracy both say when to stop; give one, and --rounds as a limit"
+        )
     require_place(json)
     privacy = privacy_of(epsilon, delta, unit)
     own = None if isinstance(method, str) else method.own_model(rounds)
@@ -277,13 +290,15 @@ def fit(
             track=track,
             state_memory=state_memory,
             metric=metric,
-            refit=refit or ("validation" if budget_mb is None and privacy is None else "none"),
+            refit=refit or ("validation" if races or (budget_mb is None and privacy is None) else "none"),
             target=accuracy,
             aggregate=aggregate,
             privacy=privacy,
             workers=workers,
             exact=exact,
             ensemble=ensemble,
+            budget_mb=budget_mb if races else None,
+            budget_seconds=budget_seconds,
         )
     if accuracy is not None:
         console.notes([certified(run, accuracy)])

@@ -5,6 +5,7 @@ Heavy libraries are imported where they are used, so that `import coterie.data` 
 
 from coterie.data import bundled, generate, partition
 from coterie.data.clients import Clients, Pool
+from coterie.data.frozen import frozen_features
 from coterie.data.images import cifar, idx
 from coterie.data.leaf_files import leaf
 from coterie.data.readers import arrays, columns, libsvm
@@ -16,6 +17,7 @@ __all__ = [
     "bundled",
     "cifar",
     "columns",
+    "frozen_features",
     "generate",
     "idx",
     "leaf",

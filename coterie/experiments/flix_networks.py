@@ -31,12 +31,12 @@ def mixtures(experiment: Experiment, seed: int) -> dict[str, float]:
         scores[alpha] = _scores(fed, mixed(fed, own, FLIX(alpha=alpha, **asked["flix"]), steps))
     inside = {alpha: score for alpha, score in scores.items() if 0 < alpha < 1}
     chosen = min(inside, key=lambda alpha: inside[alpha][0])
-    averaged = min(
-        _scores(fed, _trained(fed, make("fedavg", lr=lr, **asked["fedavg"]), plan.rounds))
+    averaged, step = min(
+        (_scores(fed, _trained(fed, make("fedavg", lr=lr, **asked["fedavg"]), plan.rounds)), lr)
         for lr in asked["fedavg_lr"]
     )
     found = {f"flix_{alpha:g}": score[1] for alpha, score in scores.items()}
-    found |= {"alpha": chosen, "flix": scores[chosen][1], "fedavg": averaged[1]}
+    found |= {"alpha": chosen, "flix": scores[chosen][1], "fedavg": averaged[1], "fedavg_lr": step}
     best = max(score[1] for score in inside.values())
     rivals = {"local": scores[0.0][1], "shared": scores[1.0][1], "fedavg": averaged[1]}
     found |= {f"gain_over_{name}": found["flix"] - value for name, value in rivals.items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 Records = dict[tuple[str, int], Table]  # by key and seed
-HEADER = ("label", "metric", "paper", "ours ± sd", "ok")
+HEADER = ("label", "metric", "paper", "reference", "ours ± sd", "ok")
 STDERR_LINES = 12  # of a failed job, shown to the user
 
 
@@ -33,7 +33,7 @@ STDERR_LINES = 12  # of a failed job, shown to the user
 class Result:
     """One row of the table: a number or claim of the paper, and ours (mean and sd over seeds).
 
-    `ok` is None for a row that is shown and not judged.
+    `ok` is None for a row that is shown and not judged. `reference` is a number that the paper does not print.
     """
 
     label: str
@@ -42,16 +42,19 @@ class Result:
     ours: float
     sd: float
     ok: bool | None
+    reference: float | None = None
 
     def json(self) -> Table:
         """Return the row as JSON values; a finding in words has no number."""
         return {**dataclasses.asdict(self), "paper": None if isinstance(self.paper, str) else self.paper}
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, under `HEADER`."""
+    def cells(self) -> dict[str, str]:
+        """Return the row as text, by the names of `HEADER`."""
         paper = f"{self.paper:.4g}" if isinstance(self.paper, int | float) else self.paper or ""
+        reference = "" if self.reference is None else f"{self.reference:.4g}"
         verdict = {True: "yes", False: "no", None: "shown"}[self.ok]
-        return self.label, self.metric, paper, f"{self.ours:.4g} ± {self.sd:.2g}", verdict
+        cells = (self.label, self.metric, paper, reference, f"{self.ours:.4g} ± {self.sd:.2g}", verdict)
+        return dict(zip(HEADER, cells, strict=True))
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Reproduction:
 
     @property
     def rows(self) -> list[Table]:
-        """Rows of the table as JSON values: label, metric, paper, ours, sd, ok."""
+        """Rows of the table as JSON values: label, metric, paper, reference, ours, sd, ok."""
         return [result.json() for result in self.results]
 
     @property
@@ -96,21 +99,32 @@ class Reproduction:
         """Return the table for the terminal."""
         from rich.table import Table as RichTable
 
-        table = RichTable(title=self.experiment.file.title)
-        for name in HEADER:
+        table, columns = RichTable(title=self.experiment.file.title), self._columns()
+        for name in columns:
             table.add_column(name, justify="left" if name in ("label", "metric") else "right")
         for result in self.results:
-            table.add_row(*result.cells(), style="red" if result.ok is False else None)
+            cells = result.cells()
+            table.add_row(*(cells[name] for name in columns), style="red" if result.ok is False else None)
         return table
+
+    def _columns(self) -> list[str]:
+        """Return the columns of the table; that of references only if there are some."""
+        known = any(result.reference is not None for result in self.results)
+        return [name for name in HEADER if name != "reference" or known]
 
     def markdown(self) -> str:
         """Return what table.md holds."""
         file = self.experiment.file
         lines = [f"# {file.title}", "", f"Source: {file.source}", "", file.notes.strip(), ""]
-        lines += ["| " + " | ".join(HEADER) + " |", "|---|---|--:|--:|---|"]
-        lines += ["| " + " | ".join(result.cells()) + " |" for result in self.results]
+        columns = self._columns()
+        lines += ["| " + " | ".join(columns) + " |", f"|---|---|{'--:|' * (len(columns) - 3)}---|"]
+        lines += [
+            "| " + " | ".join(cells[name] for name in columns) + " |"
+            for cells in (result.cells() for result in self.results)
+        ]
         seeds = ", ".join(map(str, self.experiment.seeds))
-        return "\n".join([*lines, "", f"Mean ± standard deviation over the seeds {seeds}.", ""])
+        origin = f" Reference: {file.reference}." if "reference" in columns else ""
+        return "\n".join([*lines, "", f"Mean ± standard deviation over the seeds {seeds}.{origin}", ""])
 
     def save(self, jobs: int) -> None:
         """Write settings.toml, environment.json, plot.html, plots/, table.md and, last, table.json."""
@@ -163,7 +177,12 @@ class Reproduction:
         title = self.experiment.file.title
         if not curves:
             rows = [
-                (one.label, one.ours, one.sd, None if isinstance(one.paper, str) else one.paper)
+                (
+                    one.label,
+                    one.ours,
+                    one.sd,
+                    one.reference if isinstance(one.paper, str | None) else one.paper,
+                )
                 for one in self.results
             ]
             return dot_plot(rows, title=title, x=" / ".join(sorted({one.metric for one in self.results})[:4]))
@@ -374,12 +393,10 @@ def _row(experiment: Experiment, row: Row, records: Records) -> Result:
     """Compare a number of the paper with ours."""
     values = _values(experiment, row.run, row, records)
     ours = statistics.fmean(values)
-    near = (
-        row.tolerance is None or isinstance(row.paper, str | None) or abs(ours - row.paper) <= row.tolerance
-    )
+    near = row.tolerance is None or row.expected is None or abs(ours - row.expected) <= row.tolerance
     inside = (row.at_least is None or ours >= row.at_least) and (row.at_most is None or ours <= row.at_most)
     ok = None if row.shown else near and inside
-    return Result(row.label, row.metric, row.paper, ours, _spread(values), ok)
+    return Result(row.label, row.metric, row.paper, ours, _spread(values), ok, row.reference)
 
 
 def _claim(experiment: Experiment, claim: Claim, records: Records) -> Result:
@@ -387,9 +404,8 @@ def _claim(experiment: Experiment, claim: Claim, records: Records) -> Result:
     first, second = (_values(experiment, run, claim, records) for run in claim.larger)
     gaps = [a - b for a, b in zip(first, second, strict=True)]
     ours = statistics.fmean(gaps)
-    return Result(
-        claim.label, f"gap in {claim.metric}", claim.paper, ours, _spread(gaps), ours > claim.margin
-    )
+    words, ok = f"gap in {claim.metric}", ours > claim.margin
+    return Result(claim.label, words, claim.paper, ours, _spread(gaps), ok, claim.reference)
 
 
 def _flatten(name: str, values: Table, tables: Table) -> None:

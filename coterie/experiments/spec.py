@@ -65,17 +65,26 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of [[rows]]: the paper's number or finding for a metric of a run, and how close ours must be."""
+    """An entry of [[rows]]: the paper's number or finding for a metric of a run, and how close ours must be.
+
+    A number that the paper does not print, such as another implementation's, is a `reference`.
+    """
 
     label: str
     run: str
     metric: str
     paper: float | str | None = None
+    reference: float | None = None
     tolerance: float | None = None
     at_least: float | None = None
     at_most: float | None = None
     shown: bool = False  # printed and not judged
     against: str = "local"
+
+    @property
+    def expected(self) -> float | None:
+        """The number that a tolerance is around."""
+        return self.reference if isinstance(self.paper, str | None) else self.paper
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class Claim:
     metric: str
     margin: float = 0.0
     paper: float | str | None = None
+    reference: float | None = None
     against: str = "local"
 
 
@@ -108,6 +118,7 @@ class File:
     seeds: tuple[int, ...]
     runs: tuple[Table, ...]
     source: str = ""
+    reference: str = ""  # where the numbers `reference` of rows are from
     notes: str = ""
     data: Table = field(default_factory=dict)
     model: Table = field(default_factory=dict)
@@ -308,13 +319,24 @@ def _check(experiment: Experiment) -> None:
                 )
             if judged and row.shown:
                 raise SettingError("shown = true is for rows without tolerance, at_least and at_most")
-            if row.tolerance is not None and isinstance(row.paper, str | None):
-                raise SettingError("a tolerance needs the number of the paper")
+            if row.tolerance is not None and row.expected is None:
+                raise SettingError("a tolerance needs the number of the paper, or a reference")
+            _check_reference(experiment, row)
     for claim in experiment.claims:
         with naming(path, f"[[claims]] {claim.label!r}"):
             if len(claim.larger) != 2:
                 raise SettingError(f"larger = {list(claim.larger)}; name two runs")
             _check_metric(experiment, claim, claim.larger)
+            _check_reference(experiment, claim)
+
+
+def _check_reference(experiment: Experiment, row: Row | Claim) -> None:
+    """Check that a reference is the only number, and that the file says where it is from."""
+    if row.reference is not None and (isinstance(row.paper, float | int) or not experiment.file.reference):
+        raise SettingError(
+            "a reference stands for a number that the paper does not print; say at the top of the file where such "
+            'numbers are from: reference = "an independent implementation"'
+        )
 
 
 def _check_metric(experiment: Experiment, row: Row | Claim, keys: tuple[str, ...]) -> None:

@@ -247,8 +247,8 @@ def _probabilities(found: Findings, excess: Tensor, share: bool, allowed: Tensor
     if not found.exact:
         return math.nan, torch.full((len(excess),), math.nan)
     family = calibration.sharing(found) if share else 1 - calibration.sharing(found)
-    own = [calibration.best_of_family(one[allowed], one_client=True) for one in excess]
-    return family * calibration.best_of_family(excess.mean(0)[allowed]), family * torch.tensor(own)
+    own = [calibration.client_probability(one, allowed, family) for one in excess]
+    return family * calibration.best_of_family(excess.mean(0)[allowed]), torch.tensor(own)
 
 
 def _warnings(found: Findings, r2: Tensor, flat: tuple[float, float]) -> list[str]:

@@ -132,6 +132,7 @@ def choose(
     methods: Sequence[str] | None = None,
     effort: float = EFFORT,
     budget_mb: float | None = None,
+    budget_seconds: float | None = None,
     watch: Watch | None = None,
     metric: str | Metric | None = None,
     guard: bool = True,
@@ -153,6 +154,8 @@ def choose(
         Rounds that the race spends at most on a division of the rows, in units of `rounds`.
     budget_mb
         Megabytes after which the race is cut short; no limit if not given.
+    budget_seconds
+        Seconds after which it is cut short; what is under way then is finished, and the winner may be trained again.
     watch
         Called with what is being done, rounds done and rounds in all.
     metric
@@ -184,6 +187,8 @@ def choose(
     """
     if rounds < 1 or effort < 1:
         raise SettingError(f"rounds and effort must be at least 1 (got {rounds}, {effort})")
+    if any(budget is not None and not budget > 0 for budget in (budget_mb, budget_seconds)):
+        raise SettingError("a budget of megabytes or seconds must be positive")
     if not fed.has_rows("validation"):
         raise DataError("auto chooses on validation rows; build the federation with split=(0.6, 0.2, 0.2)")
     if isinstance(fed.model, Trees):
@@ -198,9 +203,9 @@ def choose(
     network = with_network(fed, methods)
     if network is not None:
         others[NETWORK], beside[NETWORK] = network, on_network()
-    asked = (rounds, effort, budget_mb, metric, methods, cross_fit)
+    asked = (rounds, effort, budget_mb, budget_seconds, metric, methods, cross_fit)
     noted = None if journal is None else Journal.of(journal, fed, *asked)
-    race = Race(fed, rounds, effort, budget_mb, watch, metric, others, cross_fit, noted)
+    race = Race(fed, rounds, effort, budget_mb, budget_seconds, watch, metric, others, cross_fit, noted)
     field_ = Field.of(fed, methods, advice, effort, rounds, trees)
     winner = race.run(field_.first, field_.more, beside)
     assert winner.running is not None

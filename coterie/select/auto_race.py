@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,7 @@ class Race:
         rounds: int,
         effort: float = math.inf,
         budget_mb: float | None = None,
+        budget_seconds: float | None = None,
         watch: Watch | None = None,
         metric: str | Metric | None = None,
         others: Mapping[str, Federation] | None = None,
@@ -88,6 +90,7 @@ class Race:
         self.limit = effort * rounds * len(self.feds)
         self.others = {name: divided(other) for name, other in (others or {}).items()}
         self.budget_mb, self.watch = budget_mb, watch
+        self.ends = math.inf if budget_seconds is None else time.monotonic() + budget_seconds
         self.asked = None if metric is None else resolve(metric, fed.model.task)
         self.judge = self.asked or LOSS
         self.metric = self.asked or main_metric(fed.model.task)
@@ -245,7 +248,8 @@ class Race:
         return sum(entrant.megabytes for entrant in self.everybody)
 
     def _exhausted(self) -> bool:
-        return self.budget_mb is not None and self.megabytes() >= self.budget_mb
+        sent = self.budget_mb is not None and self.megabytes() >= self.budget_mb
+        return sent or time.monotonic() >= self.ends
 
     def _report(self, what: str) -> None:
         if self.watch is not None:

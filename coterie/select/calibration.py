@@ -34,7 +34,8 @@ WITHIN = (
     3.439,
     0.615,
 )  # of `lead`, that the method with the lowest predicted error is the best of its family
-WITHIN_CLIENT = (2.21, 0.311)  # the same for one client
+CLIENT = (0.405, 0.202, 0.212, 0.049)  # of `client_evidence`, that what is named for a client is its best
+FURTHEST = 2.0  # log ratio of errors that counts
 MOST = 6.0  # standard errors of evidence that count
 WIDEST_SHIFT = 3.0
 KINDS = {"local": 1, "ridge-local": 1, "fedavg": 0, "ftfa": 0, "rtfa": 0}  # index of the centre in `Findings`
@@ -57,9 +58,38 @@ def lead(predicted: np.ndarray | Tensor) -> float:
     return math.log(min(3.0, math.log((second + 1e-9) / (first + 1e-9))) + 0.01)
 
 
-def best_of_family(predicted: Tensor, one_client: bool = False) -> float:
+def best_of_family(predicted: Tensor) -> float:
     """Return the probability that the lowest of these predicted errors belongs to the best method."""
-    return _logistic(WITHIN_CLIENT if one_client else WITHIN, lead(predicted))
+    return _logistic(WITHIN, lead(predicted))
+
+
+def client_evidence(predicted: Tensor, allowed: Tensor, family: float) -> tuple[float, float, float]:
+    """Return the client's lead inside the family, the log-odds of the family, and its lead over the other one.
+
+    Parameters
+    ----------
+    predicted
+        Predicted errors of one client, [methods].
+    allowed
+        Which methods share a model or not, as is recommended to all, [methods].
+    family
+        Probability that this is right.
+
+    Returns
+    -------
+    tuple of float
+    """
+    inside, outside = (float(predicted[part].min()) + 1e-9 for part in (allowed, ~allowed))
+    ahead = max(-FURTHEST, min(FURTHEST, math.log(outside / inside)))
+    sure = min(max(family, 1e-4), 1 - 1e-4)
+    return lead(predicted[allowed]), math.log(sure / (1 - sure)), ahead
+
+
+def client_probability(predicted: Tensor, allowed: Tensor, family: float) -> float:
+    """Return the probability that the best method of the family is the client's best, from its `client_evidence`."""
+    constant, *slopes = CLIENT
+    score = sum(a * b for a, b in zip(slopes, client_evidence(predicted, allowed, family), strict=True))
+    return 1 / (1 + math.exp(-(constant + score)))
 
 
 def features(found: Findings, predicted: Tensor) -> tuple[Tensor, Tensor]:

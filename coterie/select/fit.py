@@ -43,6 +43,8 @@ def fit(
     workers: int | str | Crew | None = None,
     exact: bool = False,
     ensemble: bool = True,
+    budget_mb: float | None = None,
+    budget_seconds: float | None = None,
 ) -> Run:
     """Train, and return personal models, metrics and ledger; `fed` itself is left as it was.
 
@@ -62,7 +64,7 @@ def fit(
     `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client. `workers` shares the
     clients over processes: a number of them on this machine, "torchrun", "slurm" or "ray:N"; with `exact` the result
     has the same bits whatever their number is. With `ensemble` "auto" deploys a weighted mean of finalists where that
-    is better on rows held out.
+    is better on rows held out; `budget_mb` and `budget_seconds` cut its race short.
     """
     if algorithm == "auto":
         if target is not None:
@@ -82,8 +84,12 @@ def fit(
                 metrics=metrics,
                 refit=refit or "validation",
                 ensemble=ensemble,
+                budget_mb=budget_mb,
+                budget_seconds=budget_seconds,
             )
             return run if spread is fed else come_home(run)
+    if budget_mb is not None or budget_seconds is not None:
+        raise SettingError("budget_mb and budget_seconds are for auto; give one method its number of rounds")
     method = make(algorithm) if isinstance(algorithm, str) else algorithm
     return training.fit(
         fed,

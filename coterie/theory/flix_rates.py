@@ -152,6 +152,42 @@ def running_certificate(mixture: Mixture, squared_gradient: float, lr: float = 0
     return max(0.0, 0.5 / mixture.mu - lr * (1.0 - 0.5 * mixture.L * lr)) * squared_gradient
 
 
+def curved_certificate(mixture: Mixture, along: float, squared_gradient: float, lr: float = 0.0) -> float:
+    """Bound f~ - min f~ after a gradient step from how little the clients' losses curve near that point.
+
+    If M_i is below the Hessian of f_i(T_i) between x and the minimiser, f~ - min f~ <= g'(mean M_i)^-1 g / 2 at x. And
+    1 / (g'M^-1 g) = min v'Mv over g'v = 1 is concave in M, so it is at least the mean of the clients' minima, for which
+    each sends one number. With M_i = alpha_i^2 mu_i it is `running_certificate`.
+
+    Parameters
+    ----------
+    mixture
+        Constants of the problem.
+    along
+        Mean over clients of min v'M_i v over g'v = 1, where g = grad f~(x).
+    squared_gradient
+        |g|^2.
+    lr
+        Step size; 0 bounds the gap at x itself.
+
+    Returns
+    -------
+    float
+        The bound; infinite if nothing curves.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import flix, flix_rates
+    >>> mixture = flix.Mixture.equal(1.0, torch.tensor([4.0, 4.0]), torch.ones(2))
+    >>> flix_rates.curved_certificate(mixture, 0.5, 2.0), flix_rates.curved_certificate(mixture, 1.0, 2.0, lr=0.25)
+    (1.0, 0.25)
+    """
+    if along <= 0:
+        return math.inf
+    return max(0.0, 0.5 / along - lr * (1.0 - 0.5 * mixture.L * lr) * squared_gradient)
+
+
 def diana_scale(mixture: Mixture, omega: float, gap: float) -> float:
     """Return the scale of DIANA's bound: its expected gap after k rounds is at most scale * rate^k.
 

@@ -76,8 +76,10 @@ def advance(
             last = min(last, before + stride)
             deferred_finite_check(fed, progress, functools.partial(_move_to, fed, algorithm, progress, last))
         t = progress.round
-        if "target" in plan and algorithm.certificate(progress.state) <= plan["target"]:
-            plan["rounds"] = until = t  # proved: nothing is left to do
+        if "target" in plan:
+            progress.state = algorithm.sharpen(fed, progress.state, plan["target"])
+            if algorithm.certificate(progress.state) <= plan["target"]:
+                plan["rounds"] = until = t  # proved: nothing is left to do
         rounds = _expected(algorithm, progress, plan)
         if watch is not None:
             for unseen in range(before + 1, t):

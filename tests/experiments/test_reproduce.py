@@ -158,7 +158,7 @@ def test_unknown_experiment_suggests_the_nearest() -> None:
         ('name = "linear"', 'name = "linear"\nl3 = 1.0', "model of [[runs]] 'local': linear has no argument 'l3'"),
         ("tolerance = 2.0", "", "[[rows]] 'alone': nothing is checked"),
         ("tolerance = 2.0", "shown = true\ntolerance = 2.0", "'alone': shown = true is for rows without"),
-        ("paper = 1.0", "", "[[rows]] 'alone': a tolerance needs the number of the paper"),
+        ("paper = 1.0", "", "[[rows]] 'alone': a tolerance needs the number of the paper, or a reference"),
         ('metric = "distance"', 'metric = "distanse"', "'alone': no metric 'distanse'. Did you mean 'distance'"),
         ('run = "single"', 'run = "singel"', "[[rows]] 'helped': no run 'singel'. Did you mean 'single'"),
         ('["single", "local"]', '["single"]', "name two runs"),
@@ -182,7 +182,7 @@ def test_quick_run_writes_everything(tiny: Path) -> None:
     assert seen == [("local, seed 3", 1, 2), ("single, seed 3", 2, 2)]
     assert json.loads((out / "table.json").read_text()) == result.json()
     assert [row["label"] for row in result.rows] == ["alone", "helped", "one model is further off"]
-    assert set(result.rows[0]) == {"label", "metric", "paper", "ours", "sd", "ok"}
+    assert set(result.rows[0]) == {"label", "metric", "paper", "reference", "ours", "sd", "ok"}
     assert result.json()["name"] == "tiny" and result.rows[2]["paper"] is None
     assert result.table().row_count == 3 and "as they say" in (out / "table.md").read_text()
     settings = tomllib.loads((out / "settings.toml").read_text())
@@ -266,8 +266,28 @@ def test_when_a_row_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: 
     path.write_text(f'{MEASURED}\n[[rows]]\nlabel = "r"\nrun = "a"\nmetric = "x"\n{row}\n')
     result = run(path)
     assert (result.rows[0]["ours"], result.rows[0]["ok"], result.ok) == (2.0, ok, ok is not False)
-    assert result.results[0].cells()[-1] == {True: "yes", False: "no", None: "shown"}[ok]
+    assert result.results[0].cells()["ok"] == {True: "yes", False: "no", None: "shown"}[ok]
     assert result.rows[0]["sd"] == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize(("number", "ok"), [(2.4, True), (2.6, False)])
+def test_numbers_that_the_paper_does_not_print_have_a_column_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: float, ok: bool
+) -> None:
+    offer(monkeypatch, a=lambda experiment, seed: {"x": seed}, b=lambda experiment, seed: {"x": 0})
+    row = f'[[rows]]\nlabel = "r"\nrun = "a"\nmetric = "x"\nreference = {number}\ntolerance = 0.5\n'
+    path = tmp_path / "measured.toml"
+    path.write_text(f"{MEASURED}\n{row}")
+    with pytest.raises(SettingError, match="where such numbers are from"):
+        run(path)
+    path.write_text(f'reference = "somebody else"\n{MEASURED}\n{row}')
+    found = run(path)
+    assert found.rows[0]["ok"] is ok and found.rows[0]["paper"] is None
+    page = found.markdown()
+    assert f"| r | x |  | {number} |" in page and "Reference: somebody else." in page
+    path.write_text(f'reference = "somebody else"\n{MEASURED}\n{row}paper = 2.0\n')
+    with pytest.raises(SettingError, match="does not print"):
+        run(path)
 
 
 @pytest.mark.parametrize(("margin", "ok"), [(-1.0, True), (99.9, True), (100.0, False), (150.0, False)])
@@ -283,7 +303,15 @@ def test_when_a_claim_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mar
     path.write_text(f"{MEASURED}\n{claim}\n")
     result = run(path)
     assert result.rows == [
-        {"label": "c", "metric": "gap in share", "paper": None, "ours": 100.0, "sd": 0.0, "ok": ok}
+        {
+            "label": "c",
+            "metric": "gap in share",
+            "paper": None,
+            "ours": 100.0,
+            "sd": 0.0,
+            "ok": ok,
+            "reference": None,
+        }
     ]
 
 

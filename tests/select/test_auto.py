@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from coterie.algorithms import make
 from coterie.data import tables
 from coterie.engine.federation import Federation
 from coterie.models.metrics import find
-from coterie.select import auto, auto_explain, cross_validation
+from coterie.select import auto, auto_explain, auto_race, cross_validation
 from coterie.select import entrant as entrant_module
 from coterie.select.auto_networks import NETWORK
 from coterie.select.auto_race import Race, clearly
@@ -84,6 +86,22 @@ def test_the_budget_is_kept() -> None:
     assert all(row["rounds"] <= 4 * 27 for row in tight.rows)
 
 
+def test_a_race_ends_when_its_seconds_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()  # a second for every look at the clock
+    monkeypatch.setattr(auto_race, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
+    fed, methods = world(20, 0.3), ["fedavg", "ditto", "rtfa"]
+    whole, short = (
+        auto.choose(fed, rounds=18, methods=methods, cross_fit=False, budget_seconds=seconds)
+        for seconds in (None, 3.0)
+    )
+    trained = [sum(row["rounds"] > 0 for row in one.rows) for one in (whole, short)]
+    assert 0 < trained[1] <= 4 < trained[0] and short.run.personal.isfinite().all()
+    with pytest.raises(SettingError, match="must be positive"):
+        auto.choose(fed, rounds=18, budget_seconds=0.0)
+    with pytest.raises(SettingError, match="for auto"):
+        coterie.fit(fed, "ditto", 3, budget_seconds=1.0)
+
+
 def test_the_race_is_the_same_every_time_and_equals_the_run_alone() -> None:
     fed = world(20, 0.3)
     first, second = (coterie.choose(fed, rounds=18, effort=3) for _ in range(2))
@@ -95,7 +113,7 @@ def test_the_race_is_the_same_every_time_and_equals_the_run_alone() -> None:
 def test_fit_auto_writes_a_run_folder_with_the_reasons(tmp_path: Path) -> None:
     fed = world(20, 0.3)
     run = coterie.fit(fed, "auto", 18, tmp_path / "run")
-    assert run.choice is not None and run.choice.why
+    assert run.choice is not None and 3 <= len(run.choice.text().splitlines()) <= 5
     note = json.loads((tmp_path / "run" / "choice.json").read_text())
     assert note["method"] == run.algorithm.name and len(note["race"]) > 6
     assert torch.equal(resume(tmp_path / "run", fed).personal, run.personal)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.advisor_calibration import _covers, diagram, look, reliability, summary
+from benchmarks.advisor_calibration import _best, _covers, diagram, look, reliability, summary
 from benchmarks.advisor_worlds import FRESH, KINDS, draw_world
 from coterie.select import calibration
 from coterie.select.advice import METHODS
@@ -48,6 +48,23 @@ def test_more_evidence_is_more_probability(judged):
     assert chances == sorted(chances) and chances[0] < 0.05 and chances[-1] > 0.95
     close, clear = (calibration.best_of_family(torch.tensor([1.0, second])) for second in (1.01, 2.0))
     assert close < clear
+
+
+def test_a_client_is_sure_if_its_own_errors_and_the_federation_speak_for_the_method():
+    allowed = torch.tensor([False, False, True, True, True])
+
+    def sure(*predicted: float, family: float = 0.8) -> float:
+        return calibration.client_probability(torch.tensor(predicted), allowed, family)
+
+    usual = sure(2.0, 2.0, 1.2, 1.1, 1.0)
+    assert (
+        0 < sure(2.0, 2.0, 1.001, 1.1, 1.0) < usual < sure(2.0, 2.0, 3.0, 3.0, 1.0) < 1
+    )  # lead in its family
+    assert sure(2.0, 2.0, 1.2, 1.1, 1.0, family=0.5) < usual < sure(2.0, 2.0, 1.2, 1.1, 1.0, family=0.99)
+    assert sure(0.5, 2.0, 1.2, 1.1, 1.0) < usual  # alone it would be better off
+    inside, odds, ahead = calibration.client_evidence(torch.tensor([3.0, 2.0, 1.2, 1.1, 1.0]), allowed, 0.8)
+    assert (odds, ahead) == pytest.approx((math.log(4), math.log(2)), rel=1e-6)
+    assert inside == calibration.lead(torch.tensor([1.2, 1.1, 1.0]))
 
 
 def test_a_flat_penalty_is_noticed(judged):
@@ -91,8 +108,11 @@ def test_the_judge_counts_what_it_should(judged):
     assert len(bins) == 1 and bins[0]["count"] == 6
     assert diagram(reliability([one] * 6)).count("<circle") >= 1
     right = summary(judged)["all"]["best named"]
-    named = [one.mean.argmin() == METHODS.index(one.advice.method) for one in judged]
+    named = [one.mean[METHODS.index(one.advice.method)] <= one.mean.min() + 1e-9 for one in judged]
     assert right == pytest.approx(np.mean(named))
+    local, ftfa = (dataclasses.replace(one.advice, method=name) for name in ("local", "ftfa"))
+    alike = dataclasses.replace(one, risks=torch.tensor([[1.0, 2.0, 2.0, 1.0 + 1e-12, 2.0]]))
+    assert all(_best(dataclasses.replace(alike, advice=advice), advice.method) for advice in (local, ftfa))
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from coterie.theory.crossover import METHODS
+
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "docs" / "flix-theory.md"]
+PAGES = [ROOT / "docs" / "flix-theory.md", ROOT / "docs" / "asymptotics-theory.md"]
 
 
 def names(page: Path) -> list[str]:
@@ -46,6 +48,15 @@ def test_no_statement_of_flix_is_missing():
         one for one in labels if one.startswith("Proposition ")
     ]
     assert "Propositions 1, 2" in labels
+
+
+def test_no_theorem_or_risk_of_the_asymptotics_is_missing():
+    text = PAGES[1].read_text(encoding="utf-8")
+    assert all(f"| Theorem {k} |" in text for k in range(1, 5))
+    listed = {name for name in names(PAGES[1]) if "::" not in name}
+    assert {
+        f"{function.__module__.rpartition('.')[2]}.{function.__name__}" for function in METHODS.values()
+    } <= listed
 
 
 def test_no_public_function_on_flix_is_unlisted():

@@ -1,6 +1,7 @@
 """Training that stops when it has proved an accuracy."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import coterie
 from coterie import Federation, models
 from coterie._core.errors import SettingError
 from coterie.algorithms.flix import FLIX
-from coterie.select.flix_runs import local_models
-from coterie.select.plan import plan
+from coterie.select.flix_runs import local_models, states
+from coterie.select.plan import mixed_losses, plan
 from coterie.train.fit import resume
 from coterie.train.run import Run
 
@@ -46,7 +47,7 @@ def gap_of(fed: Federation, run: Run) -> float:
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(60), marks=pytest.mark.slow)], ids=len)
 def test_the_proof_holds_and_is_not_far_off(seeds):
-    """No gap above its target. The median gap is 0.05 of it: mu counts l2 alone, and rounds overshoot."""
+    """No gap above its target, and the median gap is a tenth of it or more (0.05 with mu = l2 alone)."""
     ratios = []
     for seed in seeds:
         fed, target = logistic(seed), 10.0 ** -(2 + seed % 3)
@@ -56,7 +57,57 @@ def test_the_proof_holds_and_is_not_far_off(seeds):
         ratios.append(gap_of(fed, run) / target)
         assert ratios[-1] <= 1, seed
     if len(ratios) > 10:
-        assert sorted(ratios)[len(ratios) // 2] >= 0.03, sorted(ratios)
+        assert sorted(ratios)[len(ratios) // 2] >= 0.1, sorted(ratios)
+
+
+def test_a_round_without_everybody_proves_nothing():
+    """The last certificate is not that of a model that moved without some clients."""
+    fed, method = logistic(1), FLIX(alpha=0.7)
+    state = coterie.fit(fed, method, 3).state
+    assert math.isfinite(method.certificate(state))
+    away = fed.fresh(dropout=0.5)
+    for t in range(4, 12):
+        away.enter_round(t, state)
+        state = method.round(away, state, t)
+        assert state.whole == math.isfinite(method.certificate(state))
+    assert not state.whole
+
+
+def test_what_proofs_cost_is_counted():
+    """Clients are asked for two numbers once the plain certificate is within ten times the target."""
+    fed = logistic(1)
+    run = coterie.fit(fed, FLIX(alpha=0.7), 500, target=1e-3)
+    plain = coterie.fit(fed, FLIX(alpha=0.7), run.rounds)
+    up = [one.fed.ledger.total("floats_up") for one in (run, plain)]
+    down = [one.fed.ledger.total("floats_down") for one in (run, plain)]
+    asked = (up[0] - up[1]) / (2 * fed.n)
+    assert asked == int(asked) >= 1 and down[0] - down[1] == asked * fed.n * (2 * fed.d + 1)
+    assert plain.algorithm.certificate(plain.state) > 1e-3 >= run.algorithm.certificate(run.state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "logistic", "softmax"])
+def test_local_curvature_never_proves_too_much(kind):
+    """Certificates of every round, each sharpened, against the minimum by many rounds."""
+    for seed in range(6):
+        fed = logistic(seed)
+        xs, ys = zip(*(fed.runtime.train.of(k) for k in range(fed.n)), strict=True)
+        made = {"linear": models.linear, "logistic": models.logistic, "softmax": models.softmax}[kind]
+        more = {"classes": 3} if kind == "softmax" else {}
+        labels = [
+            y if kind == "linear" else (y + (x[:, 0] > 1) if kind == "softmax" else y).long()
+            for x, y in zip(xs, ys, strict=True)
+        ]
+        fed = Federation.from_arrays(list(xs), labels, made(l2=0.03, **more), dtype=torch.float64)
+        method = FLIX(alpha=(0.4, 1.0)[seed % 2], local_tol=1e-11)
+        least, sharper = mixed_losses(fed, method, 600)[-1], 0
+        for trial, s in states(fed, method, 15):
+            plain = method.certificate(s)
+            found = method.certificate(method.sharpen(trial, s, plain / 5))
+            loss = float(trial.score(trial.personal(method, s), "train")["loss"].mean())
+            assert loss - least <= found * (1 + 1e-9) + 1e-12
+            sharper += found < 0.9 * plain < math.inf
+        assert sharper >= 5
 
 
 def test_it_stops_at_the_first_proof_with_the_same_models():
