@@ -501,3 +501,30 @@ def test_no_other_module_asks_for_the_system() -> None:
         if asks.search(path.read_text(encoding="utf-8"))
     }
     assert found == {"_core/systems.py", "_core/affinity.py"}
+
+
+def run_by_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what Python runs when it imports a module: everything but the bodies of functions and annotations."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name in ("body", "returns"):
+            continue
+        if isinstance(node, ast.Lambda) or name == "annotation":
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from run_by_import(child)
+
+
+def test_tests_are_collected_on_windows() -> None:
+    """One file that cannot be imported ends the whole run there; a test may ask for more, or be skipped."""
+    lacking = {f"os.{name}" for name in (*POSIX_ONLY, "geteuid", "waitid", "P_PID", "uname")}
+    lacking |= {f"signal.SIG{name}" for name in ("KILL", "STOP", "CONT", "HUP", "USR1", "USR2", "ALRM")}
+    modules = {"fcntl", "resource", "pwd", "grp", "termios", "pty", "readline"}
+    named = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in lacking | modules))
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for node in run_by_import(ast.parse(source)) if named.search(source) else ():
+            asked = {ast.unparse(node)} & lacking if isinstance(node, ast.Attribute) else set()
+            asked |= {one.name for one in node.names} & modules if isinstance(node, ast.Import) else set()
+            assert not asked, f"{path}, line {getattr(node, 'lineno', 0)}: Windows has no {asked.pop()}"
