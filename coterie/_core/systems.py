@@ -277,7 +277,7 @@ def become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         sys.platform == "win32"
     ):  # os.execve would return to the shell at once, and splits arguments at their spaces
         raise SystemExit(subprocess.run([program, *words[1:]], env=environment, check=False).returncode)
-    os.execve(program, words, environment)
+    os.execve(program, list(words), environment)
 
 
 def error_of(number: int) -> OSError:
