@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from release import build, install, symbols
+from release import build, elsewhere, install, symbols
 from release.build import ROOT, Failed, run
 
 
@@ -54,6 +54,9 @@ def main() -> None:
                     + " ".join(run(sys.executable, "-m", "auditwheel", "show", built.wheel).split())[:160]
                     + " …"
                 )
+            if sys.platform == "linux":
+                step("compile for other systems")
+                elsewhere.check(Path(place))
         ways = None if arguments.install is None else [way for way in arguments.install.split(",") if way]
         install.everywhere(built, step, ways, again=arguments.again)
     except Failed as problem:

@@ -138,7 +138,7 @@ def commands(python: Path, extras: set[str], folder: Path, core: bool) -> int:
         before = set(folder.iterdir())
         done = _run([python.with_name(f"coterie{python.suffix}"), *step.words], folder)
         _require(2 if lacking else 0, done, step.words)
-        if lacking and f"pip install 'coterie[{step.extra}]'" not in done.stderr.replace("\n", " "):
+        if lacking and f'pip install "coterie[{step.extra}]"' not in done.stderr.replace("\n", " "):
             raise Failed(
                 f"coterie {' '.join(step.words)} does not say how to install [{step.extra}]:\n{done.stderr}"
             )

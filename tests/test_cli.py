@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -266,6 +265,7 @@ class TestFit:
     @pytest.mark.slow
     def test_progress_is_on_standard_error_and_only_on_terminals(self, tmp_path: Path) -> None:
         arguments = [*HEART, "--rounds", "5", "--out", str(tmp_path / "run")]
+        pty = pytest.importorskip("pty", reason="needs a terminal, as POSIX has them")
         screen, terminal = pty.openpty()
         done = subprocess.run(
             [sys.executable, "-m", "coterie", "fit", *arguments],

@@ -93,7 +93,7 @@ def test_a_command_names_the_extra_it_lacks(
     block(monkeypatch, package)
     done = command(*words)
     assert done.code == 2, done.err
-    assert f"needs {package}. Install it: pip install 'coterie[{extra}]'" in done.err.replace("\n", " ")
+    assert f'needs {package}. Install it: pip install "coterie[{extra}]"' in done.err.replace("\n", " ")
     assert not Path(OUT).exists()
 
 
@@ -111,10 +111,10 @@ def test_readers_and_experiments_name_theirs(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "train" / "day").mkdir(parents=True)
     (tmp_path / "train" / "day" / "1.png").write_bytes(b"a picture")
     with pytest.raises(
-        MissingExtra, match=r"holds pictures; reading them needs PIL.*pip install 'coterie\[images\]'"
+        MissingExtra, match=r'holds pictures; reading them needs PIL.*pip install "coterie\[images\]"'
     ):
         coterie.data.images.cifar(tmp_path)
-    with pytest.raises(MissingExtra, match=r"pip install 'coterie\[stats\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "coterie\[stats\]"'):
         mixed_model(torch.ones(2, 1), torch.ones(2), torch.tensor([0, 1]), torch.tensor([0, 0]))
 
 
@@ -163,7 +163,7 @@ def test_an_import_that_nobody_thought_of_is_explained(
 
     monkeypatch.setattr(cli, "app", fail)
     done = command("fit")
-    assert done.code == 2 and "pip install 'coterie[tune]'" in done.err
+    assert done.code == 2 and 'pip install "coterie[tune]"' in done.err
     assert explain(ModuleNotFoundError("No module named 'torch'", name="torch")) is None
 
 

@@ -15,7 +15,7 @@ import pytest
 import coterie
 from coterie._core.extras import EXTRAS
 from coterie.cli import COMMANDS
-from release import install, lock, ready, smoke
+from release import elsewhere, install, lock, ready, smoke
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -169,6 +169,27 @@ def test_the_library_is_the_same_bytes_wherever_it_is_built(hooks: ModuleType, t
         made.append((folder / "kernels.so").read_bytes())
         assert [path.name for path in folder.glob("kernels*")] == ["kernels.so"]
     assert made[0] == made[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("clang") is None, reason="there is no clang")
+def test_clang_compiles_the_library(
+    hooks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the wheels of macOS, and lacks some of gcc's functions; `make release-check` compiles for macOS."""
+    native = ROOT / "coterie" / "_core" / "native"
+    folder = shutil.copytree(native, tmp_path / "native", ignore=shutil.ignore_patterns("kernels*"))
+    monkeypatch.setenv("CC", "clang -Werror -Wno-unknown-warning-option")
+    assert hooks.compile_to(Path(folder) / "kernels.so") == ""
+
+
+def test_wheels_are_compiled_for_the_systems_that_they_are_built_on() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"]
+    images = {machine: settings["linux"][f"manylinux-{machine}-image"] for machine in ("x86_64", "aarch64")}
+    assert set(images.values()) == {"manylinux_2_28"}
+    targets = {f"{machine}-linux-gnu.2.28" for machine in images}
+    targets |= {f"aarch64-macos.{settings['macos']['environment']['MACOSX_DEPLOYMENT_TARGET']}"}
+    assert set(elsewhere.TARGETS.values()) == targets
 
 
 def test_without_a_compiler_there_is_a_reason(

@@ -47,7 +47,8 @@ def require(extra: str, purpose: str, *packages: str) -> None:
 
 def missing(extra: str, purpose: str, what: str) -> MissingExtra:
     """Return the error for an extra that is missing or does not fit."""
-    return MissingExtra(f"{purpose} needs {what}. Install it: pip install 'coterie[{extra}]'")
+    # Double quotes, because the command prompt of Windows knows no others.
+    return MissingExtra(f'{purpose} needs {what}. Install it: pip install "coterie[{extra}]"')
 
 
 def explain(problem: ImportError) -> MissingExtra | None:

@@ -55,7 +55,7 @@ def _telling_errors(write: Callable[[Path], object], path: Path) -> None:
         number = re.search(r"\(os error (\d+)\)", str(problem))
         if number is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from problem
+        raise systems.error_of(int(number[1])) from problem
 
 
 def require_writable(path: Path) -> None:

@@ -17,10 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from coterie._core.errors import SettingError
 
@@ -258,6 +258,34 @@ def end(process: subprocess.Popen[bytes], within: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the group is gone already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def become(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Let a program take the place of this process; where that is not possible, wait for it and exit as it does.
+
+    Parameters
+    ----------
+    words
+        Name of the program and its arguments.
+    environment
+        Its environment variables; `PATH` says where the program is.
+    """
+    program = shutil.which(words[0], path=environment["PATH"])
+    if program is None:
+        raise SettingError(f"{words[0]} is not installed, or not in PATH")
+    if (
+        sys.platform == "win32"
+    ):  # os.execve would return to the shell at once, and splits arguments at their spaces
+        raise SystemExit(subprocess.run([program, *words[1:]], env=environment, check=False).returncode)
+    os.execve(program, list(words), environment)
+
+
+def error_of(number: int) -> OSError:
+    """Return the system's error of this number, which Windows counts in its own way."""
+    if sys.platform == "win32":
+        found: OSError = ctypes.WinError(number)
+        return found
+    return OSError(number, os.strerror(number))
 
 
 def quoted(words: Sequence[str]) -> str:

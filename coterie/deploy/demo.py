@@ -120,7 +120,8 @@ def _running(
     """Start a server and a node per client; `prepare` writes data and policy and returns options of the node."""
     with ExitStack() as stack:
         if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coterie-"))) / name
+            brief = tempfile.TemporaryDirectory(prefix="coterie-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(brief)) / name
         nodes = {client.replace(" ", "-"): [client] for client in clients}
         opened = federation_folder.init(folder, nodes, roles, port=federation_folder.free_port(), kind=kind)
         server = command("federate", "server", folder, "--host", "127.0.0.1")

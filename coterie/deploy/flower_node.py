@@ -152,7 +152,7 @@ class Fleet:
                 "killed may still be signed in; try again in half a minute."
             ) from None
         self.node = private.Node(node_id=response.node_id)
-        self.remembered.write_text(str(response.node_id), encoding="ascii")
+        self.remembered.write_bytes(str(response.node_id).encode())
 
     def deactivate(self) -> None:
         """Sign out."""

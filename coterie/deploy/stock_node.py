@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coterie._core import files
+from coterie._core import files, systems
 from coterie._core.errors import SettingError
 from coterie.deploy import federation_folder, keys
 from coterie.deploy.flower_link import QUIET
@@ -63,9 +63,8 @@ def serve(
         str(federation_folder.free_port()),
     ]
     words += ["--node-config", " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())]
-    home = str(Path(sys.executable).parent)
-    path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     flower = str(keys.private_folder(state / "flower"))
     quick = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
     environment = {**os.environ, **QUIET, **quick, "PATH": path, "FLWR_HOME": flower}
-    os.execve(f"{home}/flower-supernode", words, environment)
+    systems.become(words, environment)

@@ -41,7 +41,7 @@ class _Worker:
         try:
             self.process.stdin.write(json.dumps(job.json()) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
+        except OSError:  # a broken pipe, which Windows calls an invalid argument
             pass  # the answer below is missing then
         if self.process.stdout.readline():
             return None
@@ -58,7 +58,7 @@ class _Worker:
             if stream is not None:
                 try:
                     stream.close()
-                except BrokenPipeError:
+                except OSError:
                     continue
 
 

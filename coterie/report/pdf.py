@@ -61,7 +61,9 @@ def print_page(page: Path, out: Path) -> Path:
     browser = find_browser()
 
     def write(temporary: Path) -> None:
-        with tempfile.TemporaryDirectory() as profile:
+        with tempfile.TemporaryDirectory(
+            ignore_cleanup_errors=True
+        ) as profile:  # the browser may still be in it
             command = [
                 browser,
                 "--headless=new",

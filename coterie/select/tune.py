@@ -178,8 +178,11 @@ def _study(algorithm: Algorithm, folder: Path | None, metric: Metric | None) -> 
     library = _optuna()
     storage = None
     if folder is not None:
-        backend = library.storages.journal.JournalFileBackend(str(folder / STUDY))
-        storage = library.storages.JournalStorage(backend)
+        journal = library.storages.journal
+        lock = journal.JournalFileOpenLock(
+            str(folder / STUDY)
+        )  # the usual one is a link, which Windows refuses
+        storage = library.storages.JournalStorage(journal.JournalFileBackend(str(folder / STUDY), lock))
     study: optuna.Study = library.create_study(
         study_name=algorithm.name if metric is None else f"{algorithm.name} by {metric.name}",
         storage=storage,

@@ -55,7 +55,7 @@ def to_lightgbm(one: ExportedModel, path: Path) -> None:
     text = "\n".join(
         [*_head(one, model, levels), "", *trees, "end of trees", "", "pandas_categorical:null", ""]
     )
-    files.write_with(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    files.write_text(path, text)
 
 
 def _head(one: ExportedModel, model: Trees, levels: tuple[int, ...]) -> list[str]:

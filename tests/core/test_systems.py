@@ -7,10 +7,11 @@ import atexit
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ def refuse_if_in_use(real: Callable[..., None], which: int) -> Callable[..., Non
     return acted
 
 
+def no_privilege(*paths: Any, **more: Any) -> None:
+    raise OSError(errno.EINVAL, "A required privilege is not held by the client")
+
+
 @pytest.fixture
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Windows refuses: folders opened as files, files in use replaced or removed, modes, and POSIX's own calls."""
@@ -69,9 +74,13 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("fcntl", "resource", "pwd", "grp", "termios"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(os, "open", no_folder)
+    monkeypatch.setattr(shutil, "_use_fd_functions", False)  # rmtree opens folders where the system lets it
     monkeypatch.setattr(os, "replace", refuse_if_in_use(os.replace, 1))
     monkeypatch.setattr(os, "unlink", refuse_if_in_use(os.unlink, 0))
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail("os.kill would send Ctrl-C"))
+    monkeypatch.setattr(os, "execve", lambda *given: pytest.fail("os.execve would return to the shell"))
+    for name in ("symlink", "link"):
+        monkeypatch.setattr(os, name, no_privilege)
     monkeypatch.setattr(systems, "sys", types.SimpleNamespace(platform="win32"))
     lock = types.SimpleNamespace(locking=lambda file, how, count: None, LK_NBLCK=2)
     monkeypatch.setitem(sys.modules, "msvcrt", lock)
@@ -95,6 +104,10 @@ def test_the_acted_windows_refuses(tmp_path: Path) -> None:
         os.replace(tmp_path / "new", tmp_path / "old")
     with pytest.raises(ImportError):
         import fcntl  # noqa: F401
+    with open(tmp_path / "new"), pytest.raises(PermissionError):
+        shutil.rmtree(tmp_path)
+    with pytest.raises(OSError, match="privilege"):
+        os.symlink(tmp_path / "new", tmp_path / "link")
 
 
 @pytest.mark.slow
@@ -291,17 +304,97 @@ def test_a_console_that_has_few_characters(encoding: str) -> None:
     assert b"?" in done.stdout
 
 
-def test_every_text_file_names_its_encoding() -> None:
-    """What Python takes otherwise differs between systems."""
+def file_calls() -> Iterator[tuple[Path, str, str]]:
+    """Yield file, function and text of the package's calls that read or write text."""
     package = Path(systems.__file__).parents[1]
     for path in package.rglob("*.py"):
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(("open", ".read_text")):
-                continue
-            words = ast.unparse(call)
-            bare = words.endswith(".read_text()") or re.match(r"(os\.fd)?open\(", words)
-            named = "encoding=" in words or re.search(r"'[rwax+]*b[rwax+]*'", words)
-            assert not bare or named, f"{path}: {words}"
+        source = path.read_text(encoding="utf-8")
+        if not re.search(r"open\(|\.(read|write)_text\(", source):
+            continue
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call):
+                name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+                if name.endswith("open") or name in ("read_text", "write_text"):
+                    yield path, ast.unparse(call.func), ast.unparse(call)
+
+
+def test_every_text_file_is_the_same_everywhere() -> None:
+    """Systems differ in the encoding that Python takes, and Windows turns \\n into \\r\\n unless `newline` is given."""
+    seen = 0
+    for path, called, words in file_calls():
+        seen += 1
+        bare = words.endswith(".read_text()") or re.match(r"(os\.fd)?open\(", words)
+        named = "encoding=" in words or re.search(r"'[rwax+]*b[rwax+]*'", words)
+        assert not bare or named, f"{path}: {words}: encoding=?"
+        if called.endswith(".write_text"):
+            assert called == "files.write_text", f"{path}: {words}: write bytes, or with files.write_text"
+        elif called == "open" and re.search(r", '[wax]'", words):
+            assert "newline=" in words, f"{path}: {words}: newline=?"
+    assert seen > 50
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_program_in_place_of_this_process_on_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    def ran(words: list[str], env: dict[str, str], **more: Any) -> subprocess.CompletedProcess[str]:
+        calls.append((words, env))
+        return subprocess.CompletedProcess(words, 3)
+
+    monkeypatch.setattr(systems.subprocess, "run", ran)
+    program = tmp_path / "supernode"
+    program.touch(mode=0o700)
+    with pytest.raises(SystemExit) as ended:
+        systems.become(["supernode", "--config", "a b"], {"PATH": str(tmp_path)})
+    assert ended.value.code == 3
+    assert calls == [([str(program), "--config", "a b"], {"PATH": str(tmp_path)})]
+    with pytest.raises(SettingError, match="other is not installed"):
+        systems.become(["other"], {"PATH": str(tmp_path)})
+
+
+@pytest.mark.usefixtures("windows")
+def test_errors_that_windows_counts_in_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polars says "(os error 112)" where a disk is full."""
+    full = OSError(errno.ENOSPC, "There is not enough space on the disk")
+    monkeypatch.setattr(systems.ctypes, "WinError", {112: full}.get, raising=False)
+
+    def write(path: Path) -> None:
+        raise ValueError("cannot write (os error 112)")
+
+    with pytest.raises(RunError, match="not enough space on the disk") as raised:
+        files.write_with(tmp_path / "metrics.parquet", write)
+    assert files.disk_is_full(raised.value)
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_report_of_a_run_without_a_folder_on_windows(tmp_path: Path) -> None:
+    """The folder that it makes for a moment has to go, so nothing in it may still be mapped."""
+    from coterie import Federation, fit
+    from coterie.algorithms import make
+
+    run = fit(Federation.from_table("heart_disease", "hospital", "sick"), make("ditto"), 1)
+    assert run.report(tmp_path / "page.html").stat().st_size > 1_000_000
+
+
+def test_a_worker_that_ended_is_told_of_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a write to a pipe that nobody reads is an invalid argument."""
+    from coterie.leaderboard import workers
+
+    def refuse(text: str = "") -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    def ended(*words: Any, stderr: Any, **more: Any) -> Any:
+        stderr.write(b"no memory")
+        stdin = types.SimpleNamespace(write=refuse, close=refuse)
+        stdout = types.SimpleNamespace(readline=str, close=lambda: None)
+        return types.SimpleNamespace(stdin=stdin, stdout=stdout, wait=lambda: 9, kill=lambda: None)
+
+    monkeypatch.setattr(workers, "subprocess", types.SimpleNamespace(Popen=ended, PIPE=-1))
+    worker, job = workers._Worker(tmp_path, None), types.SimpleNamespace(json=dict, title="ditto on digits")
+    assert worker.run(job) == "ditto on digits (exit code 9):\n  no memory"  # type: ignore[arg-type]
+    worker.end()
 
 
 @pytest.mark.usefixtures("windows")
@@ -397,7 +490,7 @@ def test_a_process_that_has_ended_is_not_alive_before_its_parent_asks(
 def test_no_other_module_asks_for_the_system() -> None:
     """POSIX-only calls are in one file; the other one that asks keeps threads off a processor, on Linux alone."""
     asks = re.compile(
-        r"\bfcntl\b|\bmsvcrt\b|os\.(fsync|chmod|kill|killpg|setsid|fork|getuid|umask|symlink|link)\("
+        r"\bfcntl\b|\bmsvcrt\b|os\.(fsync|chmod|kill|killpg|setsid|fork|getuid|umask|symlink|link|exec\w+|nice|uname|mkfifo|getpgid)\("
         r"|signal\.SIG(KILL|CONT|STOP|HUP|USR)|preexec_fn|start_new_session|os\.open\(|os\.replace\(|NamedTemporaryFile"
         r"|/dev/|/proc/|os\.name\b|sys\.platform"
     )
@@ -408,3 +501,30 @@ def test_no_other_module_asks_for_the_system() -> None:
         if asks.search(path.read_text(encoding="utf-8"))
     }
     assert found == {"_core/systems.py", "_core/affinity.py"}
+
+
+def run_by_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what Python runs when it imports a module: everything but the bodies of functions and annotations."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name in ("body", "returns"):
+            continue
+        if isinstance(node, ast.Lambda) or name == "annotation":
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from run_by_import(child)
+
+
+def test_tests_are_collected_on_windows() -> None:
+    """One file that cannot be imported ends the whole run there; a test may ask for more, or be skipped."""
+    lacking = {f"os.{name}" for name in (*POSIX_ONLY, "geteuid", "waitid", "P_PID", "uname")}
+    lacking |= {f"signal.SIG{name}" for name in ("KILL", "STOP", "CONT", "HUP", "USR1", "USR2", "ALRM")}
+    modules = {"fcntl", "resource", "pwd", "grp", "termios", "pty", "readline"}
+    named = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in lacking | modules))
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for node in run_by_import(ast.parse(source)) if named.search(source) else ():
+            asked = {ast.unparse(node)} & lacking if isinstance(node, ast.Attribute) else set()
+            asked |= {one.name for one in node.names} & modules if isinstance(node, ast.Import) else set()
+            assert not asked, f"{path}, line {getattr(node, 'lineno', 0)}: Windows has no {asked.pop()}"

@@ -219,7 +219,7 @@ def test_bad_pictures_are_named(tmp_path: Path) -> None:
 
 def test_pictures_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'coterie\[images\]'"):
+    with pytest.raises(MissingExtra, match=r'pip install "coterie\[images\]"'):
         cifar(_tree(tmp_path, {"train/a/1.png": b""}))
 
 

@@ -123,8 +123,9 @@ class Live:
         log = self.folder.path / f"{name}.log"
         self.processes[name] = self.stack.enter_context(process(words, log, environment))
 
-    def kill(self, name: str, how: int = signal.SIGKILL) -> None:
+    def kill(self, name: str, how: int | None = None) -> None:
         os.killpg(self.processes[name].pid, how)
+        how = signal.SIGKILL if how is None else how  # named here, because Windows has none
         if how == signal.SIGKILL:
             self.processes[name].wait()
 

@@ -133,7 +133,7 @@ def test_unknown_trackers_and_missing_packages_are_named(monkeypatch: pytest.Mon
     import sys
 
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(SettingError, match=r"pip install 'coterie\[track\]'"):
+    with pytest.raises(SettingError, match=r'pip install "coterie\[track\]"'):
         fit(federation(), "fedavg", 1, track="mlflow")
     with pytest.raises(SettingError, match="a race has many runs"):
         fit(federation(), "auto", 1, track="mlflow")

@@ -29,6 +29,7 @@ static kernel *chosen(int lanes) {
     if (wide && (!lanes || lanes == 16)) return coterie_dual_sgd_16;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (!lanes || lanes == 8)) return coterie_dual_sgd_8;
 #endif
+    (void)lanes; /* which only processors with one of the versions look at */
     return NULL;
 }
 

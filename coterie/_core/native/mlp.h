@@ -27,8 +27,8 @@ INLINE void turn(float *strip, const float *matrix, int64_t count, int64_t lengt
         }
         UNROLLED for (int round = 1; round < LANES; round *= 2) { /* each halves the distance of what is to be side by side */
             UNROLLED for (int r = 0; r < LANES / 2; r++) {
-                next[2 * r] = __builtin_shuffle(rows[r], rows[r + LANES / 2], low);
-                next[2 * r + 1] = __builtin_shuffle(rows[r], rows[r + LANES / 2], high);
+                next[2 * r] = shuffled(rows[r], rows[r + LANES / 2], low);
+                next[2 * r + 1] = shuffled(rows[r], rows[r + LANES / 2], high);
             }
             UNROLLED for (int r = 0; r < LANES; r++) rows[r] = next[r];
         }
@@ -81,7 +81,7 @@ INLINE void deactivate(int64_t kind, float *slopes, const float *values, int64_t
 
 /* the sum of all, in pairs */
 INLINE float added_up(lanes x) {
-    UNROLLED for (int step = LANES / 2; step; step /= 2) x += __builtin_shuffle(x, (PLACES + step) & (LANES - 1));
+    UNROLLED for (int step = LANES / 2; step; step /= 2) x += shuffled(x, x, (PLACES + step) & (LANES - 1));
     return x[0];
 }
 

@@ -32,6 +32,8 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     chosen = torch.backends.cpu.get_cpu_capability()
     if request.param > {"AVX2": 8, "AVX512": 16}.get(chosen, 4):
         pytest.skip(f"{chosen} has no vectors of {request.param} floats")
+    if not hasattr(library, f"coterie_mlp_{request.param}"):
+        pytest.skip("clang compiles one version")
     names = ("coterie_mlp", "coterie_mixture", "coterie_midpoints")
     versions = {name: getattr(library, f"{name}_{request.param}") for name in names}
     monkeypatch.setattr(native, "library", SimpleNamespace(**versions))
