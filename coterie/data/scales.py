@@ -11,7 +11,7 @@ import numpy as np
 
 from coterie._core.errors import DataError
 from coterie.data import column_types as columns
-from coterie.data.odd_clients import LIMIT, OddClients
+from coterie.data.odd_clients import OddClients
 from coterie.data.statistics import Levels, Moments
 
 if TYPE_CHECKING:
@@ -122,12 +122,12 @@ def client_units(
             units = replace(units, reversed_classes=True)
         elif one.column == target.name:
             mean, sd = units.target or (target.mean, target.sd or 1.0)
-            limit = LIMIT if one.kind == "outliers" else units.limit
+            limit = one.limit(mean, sd) or units.limit
             units = replace(units, target=one.scaled(mean, sd), limit=limit)
         elif one.column in scales and scales[one.column].sd:
             usual = scales[one.column]
             mean, sd = one.scaled(usual.mean, usual.sd)
-            limit = LIMIT if one.kind == "outliers" else 0.0
+            limit = one.limit(usual.mean, usual.sd)
             units = replace(units, scales=(*units.scales, replace(usual, mean=mean, sd=sd, limit=limit)))
         found[one.client] = units
     return {client: units for client, units in found.items() if units != ClientUnits()}
