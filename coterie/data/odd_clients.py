@@ -276,7 +276,8 @@ def _other_units(there: _Column) -> np.ndarray:
     smaller &= there.whole <= there.sd / 10**_PROPORTION  # outliers, too
     odd = enough & (larger | smaller)
     if there.heavy:  # tails of which a few rows say little
-        odd &= (np.abs(ratio) >= 2 * _FACTOR) & (there.rows >= 5 * FEWEST_ROWS)
+        outside = there.spread >= _GAP * few * there.whole[~larger].max(initial=there.sd)
+        odd &= outside | ((np.abs(ratio) >= 2 * _FACTOR) & (there.rows >= 5 * FEWEST_ROWS))
     # Where spreads differ among all, few rows or tails explain more.
     usually = float(np.median(np.abs(ratio[enough])))
     odd &= np.abs(ratio) >= _DEVIATIONS * usually
