@@ -308,16 +308,18 @@ def _unit(name: str, column: str, there: _Column, i: int) -> OddClient:
     mean, spread, rows = float(there.mean[i]), float(there.spread[i]), float(there.rows[i])
     centre, sd = there.centre, there.sd
     factors = [-1.0, *(10.0**power for power in range(-9, 10) if power)]
-    fits = {
-        factor: abs(mean / factor - centre) / sd
-        for factor in factors
-        if math.hypot(mean / factor - centre, spread / factor) <= _SHIFT * sd
-        and (rows < FEWEST_ROWS or 0.4 <= spread / abs(factor) / sd <= 2.5)
-    }
+    few = rows < FEWEST_ROWS
+    close = 0.15 + 0.6 / math.sqrt(rows)  # two standard errors, and clients differ
+    fits: dict[float, float] = {}
+    for factor in factors:
+        away = math.hypot(mean / factor - centre, spread / factor if few else 0.0) / sd
+        alike = few or (spread > 0 and abs(math.log10(spread / abs(factor) / sd)) <= close)
+        if alike and away <= (_SHIFT if few else _SHIFT / 2):
+            fits[factor] = away
     if fits:
         best = min(fits, key=lambda factor: fits[factor])
         return OddClient(name, column, "units", best, mean, spread)
-    if rows < FEWEST_ROWS:
+    if few:
         return OddClient(name, column, "outliers", count=int(rows))
     if spread <= 1e-9 * abs(mean):
         return OddClient(name, column, "constant", mean=mean)
