@@ -48,7 +48,7 @@ class OddClient:
     column
         The column, or the target.
     kind
-        "units", "outliers", "constant", "reversed", or "opposite", which is only named.
+        "units", "outliers", "reversed", or "constant" and "opposite", which are only named.
     factor
         How many times larger its numbers are, if that is a power of ten; 0 if its own mean and spread are taken.
     mean, sd
@@ -73,12 +73,6 @@ class OddClient:
             return mean, sd
         return (mean * self.factor, sd * self.factor) if self.factor else (self.mean, self.sd)
 
-    def limit(self, mean: float, sd: float) -> float:
-        """Return the standard deviations beyond which a value of this client counts as the mean; 0: none does."""
-        if self.kind == "constant":
-            return 0.9 * abs(self.mean - mean) / sd
-        return LIMIT if self.kind == "outliers" else 0.0
-
     def warning(self) -> str:
         """Return a sentence that names client, column and remedy."""
         where = f"Client {self.client!r}, column {self.column!r}"
@@ -95,8 +89,7 @@ class OddClient:
         if self.kind == "constant":
             return (
                 f"{where}: every value is {self.mean:g}, far from those of the other clients, as if it stood for a "
-                "missing one. Check it, and leave cells without a value empty; in training and in scores it counts as "
-                "the mean."
+                "missing one. Check it, and leave cells without a value empty; nothing is changed."
             )
         if self.kind == "outliers":
             return (
@@ -135,7 +128,7 @@ class OddClients:
         odd = {
             one.client: one.kind
             for one in self.clients
-            if one.column == column and one.kind in ("units", "outliers", "constant")
+            if one.column == column and one.kind in ("units", "outliers")
         }
         if not odd:
             return usual
@@ -144,7 +137,7 @@ class OddClients:
         for name, sums in zip(by_client.names, by_client.sums[:, self.columns.index(column)], strict=True):
             if name not in odd:
                 whole = whole.merge(Moments(int(sums[0]), float(sums[1]), float(sums[2])))
-            elif odd[name] == "outliers" and sums[0] - sums[3] >= FEWEST_ROWS:
+            elif odd[name] == "outliers" and sums[3] > 0:  # otherwise all of its values are
                 whole = whole.merge(Moments(int(sums[0] - sums[3]), float(sums[4]), float(sums[5])))
         return whole
 
@@ -303,7 +296,7 @@ def _in_proportion(mean: np.ndarray, centre: float, ratio: np.ndarray, sd: float
 def _unit(name: str, column: str, there: _Column, i: int) -> OddClient:
     """Return a client in other units: by a factor that fits its mean and spread, -1 or a power of ten if possible.
 
-    Its own mean and spread are taken if no factor fits; too few rows for that are outliers, and one value is no unit.
+    Its own mean and spread are taken if no factor fits; too few rows for that are outliers, and so is one value.
     """
     mean, spread, rows = float(there.mean[i]), float(there.spread[i]), float(there.rows[i])
     centre, sd = there.centre, there.sd
@@ -319,9 +312,10 @@ def _unit(name: str, column: str, there: _Column, i: int) -> OddClient:
     if fits:
         best = min(fits, key=lambda factor: fits[factor])
         return OddClient(name, column, "units", best, mean, spread)
-    if few:
+    one_value = spread <= 1e-9 * abs(mean)
+    if few or (one_value and abs(mean - centre) > LIMIT * sd):
         return OddClient(name, column, "outliers", count=int(rows))
-    if spread <= 1e-9 * abs(mean):
+    if one_value:
         return OddClient(name, column, "constant", mean=mean)
     ratio = math.log10(spread / sd)
     if _in_proportion(np.array([mean]), centre, np.array([ratio]), sd)[0]:

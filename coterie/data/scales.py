@@ -11,7 +11,7 @@ import numpy as np
 
 from coterie._core.errors import DataError
 from coterie.data import column_types as columns
-from coterie.data.odd_clients import OddClients
+from coterie.data.odd_clients import LIMIT, OddClients
 from coterie.data.statistics import Levels, Moments
 
 if TYPE_CHECKING:
@@ -115,19 +115,19 @@ def client_units(
     scales = {scale.name: scale for scale in usual_scales}
     found: dict[str, ClientUnits] = {}
     for one in odd.clients:
-        if one.kind == "opposite":
+        if one.kind in ("constant", "opposite"):
             continue
         units = found.get(one.client, ClientUnits())
         if one.kind == "reversed" and task == "binary":
             units = replace(units, reversed_classes=True)
         elif one.column == target.name:
             mean, sd = units.target or (target.mean, target.sd or 1.0)
-            limit = one.limit(mean, sd) or units.limit
+            limit = LIMIT if one.kind == "outliers" else units.limit
             units = replace(units, target=one.scaled(mean, sd), limit=limit)
         elif one.column in scales and scales[one.column].sd:
             usual = scales[one.column]
             mean, sd = one.scaled(usual.mean, usual.sd)
-            limit = one.limit(usual.mean, usual.sd)
+            limit = LIMIT if one.kind == "outliers" else 0.0
             units = replace(units, scales=(*units.scales, replace(usual, mean=mean, sd=sd, limit=limit)))
         found[one.client] = units
     return {client: units for client, units in found.items() if units != ClientUnits()}
