@@ -11,8 +11,10 @@ import numpy as np
 if TYPE_CHECKING:
     import polars
 
-FAR = 6.0  # times the median distance from the median: a value further away is an outlier of its client
-FEW = 6.0  # rows of a client for which that is doubled, since their median distance says little
+FAR = (
+    5.0  # times half the length of the shortest half of the values: one further from its middle is an outlier
+)
+FEW = 6.0  # rows of a client for which that is doubled, since their length says little
 FEWEST_ROWS = 4  # clients with fewer rows have no outliers
 FIELDS = ("count", "mean", "squares", "outliers", "inner_mean", "inner_squares", "product")
 
@@ -104,8 +106,9 @@ def _sums(owner: np.ndarray, values: np.ndarray, target: np.ndarray, clients: in
         there = ~np.isnan(values)
         who, x = owner[there], values[there]
         count, mean, squares = _moments(who, x, clients)
-        far = FAR * (1 + FEW / np.maximum(count, 1)) * _distances(who, x, clients)
-        inner = np.abs(x - _medians(who, x, clients)[who]) <= far[who]
+        middle, length = _shortest_half(who, x, clients)
+        far = FAR * (1 + FEW / np.maximum(count, 1)) * length
+        inner = np.abs(x - middle[who]) <= far[who]
         inner |= (count < FEWEST_ROWS)[who]
         inner_count, inner_mean, inner_squares = _moments(who[inner], x[inner], clients)
         y = target[there]
@@ -123,18 +126,21 @@ def _moments(owner: np.ndarray, values: np.ndarray, clients: int) -> tuple[np.nd
     return count, mean, np.bincount(owner, np.square(values - mean[owner]), clients)
 
 
-def _medians(owner: np.ndarray, values: np.ndarray, clients: int) -> np.ndarray:
-    """Return the median of each client's values."""
+def _shortest_half(owner: np.ndarray, values: np.ndarray, clients: int) -> tuple[np.ndarray, ...]:
+    """Return middle and half the length of the shortest interval with half of each client's values.
+
+    Half of the values decides, wherever the others are. The length is infinite where it is 0.
+    """
     order = np.lexsort((values, owner))
-    ranked = np.append(values[order], 0.0)
+    ranked, by = values[order], owner[order]
     count = np.bincount(owner, minlength=clients)
-    first = count.cumsum() - count
-    low, high = first + np.maximum(count - 1, 0) // 2, first + count // 2
-    middle: np.ndarray = (ranked[np.minimum(low, len(values))] + ranked[np.minimum(high, len(values))]) / 2
-    return middle
-
-
-def _distances(owner: np.ndarray, values: np.ndarray, clients: int) -> np.ndarray:
-    """Return the median distance from the median of each client; infinity where most values are equal."""
-    middle = _medians(owner, np.abs(values - _medians(owner, values, clients)[owner]), clients)
-    return np.where(middle > 0, middle, np.inf)
+    last = np.arange(len(ranked)) + (count // 2)[by]
+    within = last < count.cumsum()[by]
+    low, by = ranked[within], by[within]
+    high = ranked[last[within]]
+    shortest = np.lexsort((high - low, by))
+    found, first = np.unique(by[shortest], return_index=True)
+    low, high = low[shortest[first]], high[shortest[first]]
+    middle, length = np.zeros(clients), np.full(clients, np.inf)
+    middle[found], length[found] = low / 2 + high / 2, high / 2 - low / 2
+    return middle, np.where(length > 0, length, np.inf)

@@ -217,7 +217,7 @@ def count(text: polars.Series) -> dict[str, int]:
     return {name: number for name, number in found.items() if number}
 
 
-def choose(counts: Mapping[str, int], total: int) -> tuple[str, bool] | None:
+def choose(counts: Mapping[str, int], total: int, enough: float = ENOUGH) -> tuple[str, bool] | None:
     """Return the format that reads the most values, and whether day and month could be exchanged.
 
     Parameters
@@ -226,6 +226,8 @@ def choose(counts: Mapping[str, int], total: int) -> tuple[str, bool] | None:
         What `count` returned, added up over clients.
     total
         Number of values.
+    enough
+        Share of the values that the format must read.
 
     Returns
     -------
@@ -241,7 +243,7 @@ def choose(counts: Mapping[str, int], total: int) -> tuple[str, bool] | None:
     if not known:
         return None
     best = max(known, key=lambda name: known[name])
-    if known[best] < (ENOUGH * total if total >= FEWEST else total):
+    if known[best] < (enough * total if total >= FEWEST else total):
         return None
     if best in _NUMBERS and counts.get(BOUNDS, 0) > ENOUGH * total:
         return None

@@ -13,6 +13,7 @@ from coterie.data.column_facts import ColumnFacts
 
 FEW_VALUES = 50  # a column with fewer values than this, in effect, is never taken for an identifier
 _UNIQUE = 0.98  # share of the rows whose value occurs once at its client
+_MOSTLY = 0.5  # share of the values that are numbers or dates, where almost every row has another value
 _WORDS = 3.0  # per value, in free text
 _SAME = 0.9999  # share of the target's variation that a copy of it explains
 _MISSED = 6  # pairs of equal values that chance would have brought, where row numbers have none
@@ -130,15 +131,18 @@ def _read(name: str, one: ColumnFacts, kept: bool) -> ColumnReading:
     if not one.rows:
         return ColumnReading(name, "empty", False, why="has no values")
     kind, format, exchangeable = _type(one)
+    left_out = None if kept else _left_out(name, one, kind)
+    if left_out is not None:
+        return ColumnReading(name, left_out[0], False, format, left_out[1])
+    if kind == "category" and not kept and one.single >= max(FEW_VALUES, one.rows / 2):
+        chosen = column_formats.choose(one.formats, one.rows, _MOSTLY)  # levels would be lost one by one
+        if chosen is not None:
+            kind, (format, exchangeable) = "date" if column_formats.is_date(chosen[0]) else "number", chosen
     why = []
     if exchangeable:
         why.append(f"day and month could be exchanged; {format} is assumed")
     if format and one.formats[format] < one.rows:
         why.append(f"{one.rows - one.formats[format]} values are not written so and count as missing")
-    if not kept:
-        left_out = _left_out(name, one, kind)
-        if left_out is not None:
-            return ColumnReading(name, left_out[0], False, format, left_out[1])
     return ColumnReading(name, kind, True, format, "; ".join(why))
 
 

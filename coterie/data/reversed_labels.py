@@ -43,8 +43,8 @@ def find_reversed(sums: np.ndarray, binary: bool) -> Reversed:
     A client's slopes (of classes: those of a linear discriminant, since chances level off where slopes are steep) are
     projected on the usual ones, the medians: about 1 for a client like the others, -1 with exchanged labels. Clients
     differ by a spread that is estimated, with heavy tails. Labels are exchanged if a draw from there is next to
-    impossible and the reflection fits: the projection is near -1, all slopes together fit as those of others do, and
-    the shares of the two classes are exchanged too.
+    impossible and the reflection fits: the projection is near -1, or within a factor of two of it; all slopes together
+    fit as those of others do; and the shares of the two classes are exchanged too.
 
     Parameters
     ----------
@@ -94,6 +94,7 @@ def find_reversed(sums: np.ndarray, binary: bool) -> Reversed:
     )  # Satterthwaite: noise has normal tails
     chance = count * t.sf((centre - along) / sd, np.minimum(degrees, 1e6))
     reflected = np.abs(along + centre) <= _REFLECTED * sd
+    reflected |= (-along >= centre / 2) & (-along <= 2 * centre)
     misfit = _misfit(slope, usual, error, spread)
     reflected &= _misfit(-slope, usual, error, spread) <= _MISFIT * np.quantile(misfit[others], 0.9)
     if binary:

@@ -115,7 +115,7 @@ def client_units(
     scales = {scale.name: scale for scale in usual_scales}
     found: dict[str, ClientUnits] = {}
     for one in odd.clients:
-        if one.kind == "opposite":
+        if one.kind in ("constant", "opposite"):
             continue
         units = found.get(one.client, ClientUnits())
         if one.kind == "reversed" and task == "binary":

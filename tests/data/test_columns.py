@@ -241,6 +241,20 @@ def test_a_date_that_cannot_be_told_is_said_and_words_among_numbers_are_missing(
     assert "Column 'lab': 4 values are not written so and count as missing" in said
 
 
+def test_a_column_that_is_mostly_numbers_is_no_category_of_many_levels() -> None:
+    """A laboratory value in one decimal sign, with a fifth of the values in words; codes that repeat stay levels."""
+    draw = random.Random(5)
+    crp = [draw.choice(("neg", "<0.3")) if k % 5 == 0 else f"{90 * draw.random():.2f}" for k in range(ROWS)]
+    crp = [one if one == "<0.3" else one.replace(".", ",") for one in crp]
+    codes = [draw.choice(("428.0", "V45.8", "250.1", "401.9", "E11")) for _ in range(ROWS)]
+    spec = tables.check(hospital(crp=crp, codes=codes), "site", "sick")
+    readings = {one.column: one for one in spec.readings}
+    assert (readings["crp"].kind, readings["crp"].format) == ("number", "decimal comma")
+    assert readings["codes"].kind == "category"
+    unread = sum(one in ("neg", "<0.3") for one in crp)
+    assert any("'crp'" in said and f"{unread} values" in said for said in spec.warnings)
+
+
 def test_a_description_says_what_is_a_bound_unreadable_or_left_out() -> None:
     bounds = ["<0.3" if k % 5 == 0 else f"{k % 37}.5" for k in range(ROWS)]
     almost = ["pending" if k % 100 == 0 else f"{k % 37}.5" for k in range(ROWS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def spoilt(frame: pl.DataFrame, how: str) -> pl.DataFrame:
         "column in other units": ("a", pl.col("a") * 1000),
         "column in ounces": ("a", pl.col("a") * 28.35),
         "column in kelvin": ("a", pl.col("a") + 273),
+        "column in fahrenheit": ("a", pl.col("a") * 1.8 + 32),
+        "column in pounds": ("a", pl.col("a") * 2.2),
         "reversed target": ("y", -pl.col("y")),
         "reversed classes": ("y", 1 - pl.col("y")),
         "outliers": ("b", pl.when(pl.int_range(pl.len()) % 12 == 5).then(1e5).otherwise(pl.col("b"))),
@@ -70,6 +73,8 @@ CASES = [
     ("regression", "column in other units", "a"),
     ("regression", "column in ounces", "a"),
     ("regression", "column in kelvin", "a"),
+    ("regression", "column in fahrenheit", "a"),
+    ("regression", "column in pounds", "a"),
     ("regression", "reversed target", "y"),
     ("regression", "outliers", "b"),
     ("regression", "outliers in a third", "b"),
@@ -109,19 +114,46 @@ def test_noticed_named_and_harmless(task: str, how: str, column: str) -> None:
 
 
 @pytest.mark.parametrize("column", ["b", "y"])
-@pytest.mark.parametrize(("rows", "share"), [(12, 0.3), (40, 0.1), (40, 0.3)])
-def test_outliers_of_25_deviations_are_noticed_in_few_rows_and_harmless(
-    rows: int, share: float, column: str
+@pytest.mark.parametrize(
+    ("rows", "share", "size"), [(12, 0.3, 25), (40, 0.1, 25), (40, 0.3, 25), (40, 0.3, 8)]
+)
+def test_outliers_are_noticed_in_few_rows_and_harmless(
+    rows: int, share: float, size: float, column: str
 ) -> None:
     frame, fresh = world(11, rows, "regression"), world(12, 100, "regression")
     values = frame[column].to_numpy().copy()
-    values[: round(share * rows)] = values.mean() + 25 * values.std()
+    values[: round(share * rows)] = values.mean() + size * values.std()
     clean, odd = federation(frame), federation(frame.with_columns(pl.Series(column, values)))
     assert list(odd.table.preprocessor.clients) == [ODD]
     assert any("far from all others" in said and repr(column) in said for said in odd.table.warnings)
     for method in ("fedavg", "ditto"):
         before, after = (error_of_others(fed, method, 60, fresh) for fed in (clean, odd))
         assert after == pytest.approx(before, rel=0.05), method
+
+
+@pytest.mark.parametrize("column", ["a", "y"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_a_client_of_few_rows_in_other_units_is_noticed_and_harmless(rows: int, column: str) -> None:
+    """Its own spread says nothing; its numbers are further away than any row of the others."""
+    frame, fresh = world(21, 40, "regression"), world(22, 100, "regression")
+    few = pl.concat([frame[:rows], frame.filter(pl.col("site") != ODD)])
+    larger = pl.when(pl.col("site") == ODD).then(1000 * pl.col(column)).otherwise(pl.col(column))
+    clean, odd = federation(few), federation(few.with_columns(larger.alias(column)))
+    assert not clean.table.preprocessor.clients and list(odd.table.preprocessor.clients) == [ODD]
+    for method in ("fedavg", "ditto"):
+        before, after = (error_of_others(fed, method, 60, fresh) for fed in (clean, odd))
+        assert after == pytest.approx(before, rel=0.05), method
+
+
+def test_a_target_of_the_other_sign_is_told_by_its_mean() -> None:
+    """Two rows do not show which way columns go; their sign does."""
+    frame = world(23, 40, "regression").with_columns(pl.col("y") + 50)
+    few = pl.concat([frame[:3].with_columns(-pl.col("y")), frame.filter(pl.col("site") != ODD)])
+    fed = federation(few)
+    (said,) = (warning for warning in fed.table.warnings if f"Client {ODD!r}" in warning)
+    assert "other sign" in said
+    found = coterie.fit(fed, "fedavg", rounds=60).predict(few[:3])["prediction"].to_numpy()
+    np.testing.assert_allclose(found, few[:3]["y"].to_numpy(), atol=6)
 
 
 @pytest.mark.parametrize("rows", [12, 24, 60])
@@ -241,6 +273,12 @@ def test_nobody_is_odd_where_clients_are_just_different(seed: int) -> None:
     assert not Preprocessor.from_statistics(spec, local_statistics(frame, spec)).clients
 
 
+def shortest(values: np.ndarray, low: float, high: float) -> float:
+    """Length of an interval; infinite if it has not more than half of the values."""
+    inside = (values >= low) & (values <= high)
+    return float(high - low) if inside.sum() > len(values) / 2 else np.inf
+
+
 def test_sums_of_each_client_by_brute_force() -> None:
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=60), draw.normal(size=60)
@@ -250,7 +288,11 @@ def test_sums_of_each_client_by_brute_force() -> None:
     found = ClientSums.of(pl.Series(owner), values)
     for k, name in enumerate("abc"):
         mine = (owner == name) & ~np.isnan(x)
-        inner = mine & (np.abs(np.nan_to_num(x)) < 1e5)
+        size = int(mine.sum())
+        low, high = min(combinations(sorted(x[mine]), 2), key=lambda pair: shortest(x[mine], *pair))
+        far = 4 * (1 + 6 / size) * (high - low) / 2
+        inner = mine & (np.abs(np.nan_to_num(x) - (low + high) / 2) <= far)
+        assert not inner[7]
         gap = x[inner] - x[inner].mean()
         expected = [
             *(mine.sum(), x[mine].mean(), ((x[mine] - x[mine].mean()) ** 2).sum(), (mine & ~inner).sum()),
