@@ -19,6 +19,7 @@ from coterie.algorithms.crossed_cells import (
 )
 from coterie.algorithms.crossed_modes import ModeSearch, filled, ridge
 from coterie.algorithms.effect_groups import named_columns
+from coterie.algorithms.marginal_effects import of_all
 from coterie.algorithms.quadratics import digits
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -27,6 +28,7 @@ from coterie.engine.state import State
 from coterie.models.extended_glm import ExtendedGlm
 from coterie.models.glm import Glm
 from coterie.theory.crossed import INDIFFERENT, CellSums, Crossed
+from coterie.theory.hierarchical import pulled_share
 from coterie.theory.laplace import minimum
 from coterie.theory.variance_components import pattern
 
@@ -98,6 +100,7 @@ class CrossedEffects:
             variances=values,
             information=model.information(point),
             client_groups=model.groups,
+            shrinkage=_shares(fed, replies, model, values),
             deviance=float(model.deviance(point)),
         )
         placed = fed.map(self.adjust, centre=s.x, spread=s.within[0], noise=s.noise)
@@ -144,6 +147,7 @@ class CrossedEffects:
             variances=search.values(point.masked_fill(point <= _NOTHING, -torch.inf)),
             information=_without_last(information, len(at.extras)),
             client_groups=groups,
+            shrinkage=_shares(fed, search.replies, search.model(), search.values(point)),
             deviance=height,
             done=len(search.replies) == fed.n,
         )
@@ -233,7 +237,9 @@ class CrossedEffects:
             return {}
         scale = fed.table.target_scale if fed.table is not None else 1.0
         pairs = list(zip(self.variance_names(fed, s), scale * s.variances.sqrt(), strict=True))
-        return {f"sd {name}": value for name, value in pairs[0 if fed.model.has_statistics else 1 :]}
+        pairs = pairs[0 if fed.model.has_statistics else 1 :]
+        shrinkage = {"shrinkage": s.shrinkage} if "shrinkage" in s else {}
+        return {f"sd {name}": value for name, value in pairs} | shrinkage
 
     def laplace_without(self, fed: Federation, s: State, parts: dict[str, list[int]]) -> dict[str, float]:
         """Return the smallest deviance without each part of the variances (by place, the noise not counted)."""
@@ -260,6 +266,12 @@ class CrossedEffects:
         sums = cell_sums(self.ask(fed, s, at), at)
         model = Crossed(sums, s.client_groups, at.names, ridge=ridge(fed, at, sums.rows))
         return model, *model.fit(model.start(s.variances))
+
+
+def _shares(fed: Federation, replies: Replies, model: Crossed, values: Tensor) -> Tensor:
+    """Return the share of each client's coefficients that comes from the common ones, [n]."""
+    noise, inside, _ = model.at(values)
+    return of_all(fed, replies, pulled_share(model.sums.xx / noise, inside.expand_as(model.sums.xy)))
 
 
 def _without_last(information: Tensor, count: int) -> Tensor:

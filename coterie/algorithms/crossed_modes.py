@@ -39,9 +39,9 @@ class ModeSearch:
     def __init__(self, method: Phases, fed: Federation, s: State, at: CrossedLayout, groups: Tensor) -> None:
         self.method, self.fed, self.s, self.at, self.groups = method, fed, s, at, groups
         self.replies = method.ask(fed, s, at)
-        self.first = self._model() if len(self.replies) else None
+        self.first = self.model() if len(self.replies) else None
 
-    def _model(self) -> Crossed:
+    def model(self) -> Crossed:
         """Return the working model of the last answers."""
         sums = cell_sums(self.replies, self.at)
         return Crossed(sums, self.groups, self.at.names, noise=1.0, ridge=ridge(self.fed, self.at, sums.rows))
@@ -69,7 +69,7 @@ class ModeSearch:
         before, share, volume = torch.inf, 1.0, torch.zeros(())
         for _ in range(_NEWTON_STEPS):
             self.replies = method.ask(fed, self.s, self.at)
-            model = self._model()
+            model = self.model()
             height = self._height(model, levels)
             if height > before + _SETTLED * (1 + abs(before)) and share > _SHORTEST:
                 share *= 0.5

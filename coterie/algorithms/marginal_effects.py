@@ -81,6 +81,7 @@ class MarginalEffects:
             base_centres=here.centres,
             base_psi=here.psi,
             height=step.value if whole else s.height,
+            shrinkage=of_all(fed, replies, _shares(structure, here.psi, found.hessian, mine)),
             certainty=step.certainty.to(fed.dtype),
             information=step.information,
             done=settled,
@@ -185,6 +186,20 @@ class MarginalEffects:
             return torch.cat([part(*piece) for piece in pieces])
 
         return client.over_rows(in_chunks, packed, reduce=False)
+
+
+def of_all(fed: Federation, replies: Replies, values: Tensor) -> Tensor:
+    """Return a number for every client [n], not a number for those that did not answer."""
+    nothing = torch.full((fed.n,), torch.nan, dtype=fed.dtype, device=fed.device)
+    return nothing.index_copy(0, replies.ids, values.to(nothing))
+
+
+def _shares(structure: Structure, psi: Tensor, hessian: Tensor, clusters: Tensor) -> Tensor:
+    """Return the share of each client's model that comes from its centre: the mean of diag (I - S H), [n]."""
+    root = structure.factor(psi)
+    spread = (root @ root.mT)[clusters if len(psi) > 1 else torch.zeros_like(clusters)]
+    own = -(spread @ hessian[:, : structure.d, : structure.d]).diagonal(dim1=-2, dim2=-1)
+    return (1 - own[:, structure.at]).clamp(0, 1).mean(-1)
 
 
 def between_sums(here: ModelPoint, found: Marginal, clusters: Tensor) -> Sums:

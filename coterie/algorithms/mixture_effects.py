@@ -9,10 +9,11 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError
 from coterie.algorithms.effect_groups import effect_groups
-from coterie.algorithms.marginal_effects import SETTLED, WORSE, unpacked
+from coterie.algorithms.marginal_effects import SETTLED, WORSE, of_all, unpacked
 from coterie.algorithms.quadratics import digits
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
+from coterie.theory.hierarchical import pulled_share
 from coterie.theory.marginal import Marginal
 from coterie.theory.mixture import best_mixture, certainties, mixture
 from coterie.theory.mixture_newton import MixturePoint, mixture_step
@@ -83,6 +84,7 @@ def mixture_round(method: Hierarchical, fed: Federation, s: State, t: int) -> St
         groups=groups,
         shares=found.shares,
         membership=membership,
+        shrinkage=of_all(fed, replies, pulled_share(sums.xx / level, found.spread.expand_as(sums.xy))),
         certainty=certainties(sums, found).to(fed.dtype),
         done=settled and len(replies) == len(placed) == fed.n,
     )
