@@ -283,7 +283,8 @@ def _without_last(information: Tensor, count: int) -> Tensor:
         information[:-count, -count:],
         information[-count:, -count:],
     )
-    return kept - across @ torch.linalg.pinv(last, hermitian=True) @ across.mT
+    left: Tensor = kept - across @ torch.linalg.pinv(last, hermitian=True) @ across.mT
+    return left
 
 
 def _numbered(groups: Tensor) -> Tensor:
