@@ -246,6 +246,13 @@ def room_for(change: Tensor, psi: Tensor, largest: Tensor) -> Tensor:
     -------
     Tensor
         Largest sizes of the change.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.marginal_newton import room_for
+    >>> [round(most, 2) for most in room_for(torch.tensor([5.0, -5.0]), torch.ones(2), torch.ones(2)).tolist()]
+    [1.0, 0.7]
     """
     return torch.where(change * psi < 0, _SHRINKS * psi.abs() + 1e-3 * largest, largest)
 
