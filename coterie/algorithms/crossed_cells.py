@@ -10,10 +10,12 @@ from torch import Tensor
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
+from coterie.models.extended_glm import ExtendedGlm
 from coterie.models.glm import Glm
 from coterie.theory.crossed import CellSums
 
-FIXED, UNUSED = -1, -2  # kinds of coefficients beside those of grouping columns 0, 1, ...
+# kinds of coefficients beside those of grouping columns 0, 1, ...
+FIXED, UNUSED, EXTRA = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class CrossedLayout:
     names
         Grouping columns with levels.
     kinds
-        Number of the grouping column of each coefficient, [d]; FIXED, or UNUSED for pooled and missing levels.
+        Number of the grouping column of each coefficient, [d]; FIXED, UNUSED for pooled and missing levels, or EXTRA
+        for a parameter beside the predictor, such as a dispersion or a cut point.
     """
 
     names: tuple[str, ...]
@@ -42,6 +45,11 @@ class CrossedLayout:
         return (self.kinds == FIXED).nonzero().squeeze(-1)
 
     @property
+    def extras(self) -> Tensor:
+        """Places of the parameters beside the predictor, [E]."""
+        return (self.kinds == EXTRA).nonzero().squeeze(-1)
+
+    @property
     def grouped(self) -> Tensor:
         """Places of the levels' effects in the order of the grouping columns, [L]."""
         return torch.cat([(self.kinds == k).nonzero().squeeze(-1) for k in range(len(self.names))])
@@ -55,6 +63,8 @@ def layout(fed: Federation) -> CrossedLayout | None:
     varying = {choice.name for choice in encoding.choices}
     names = tuple(name for name in encoding.spec.groups if name in varying)
     kinds = torch.full((fed.d,), FIXED)
+    if isinstance(fed.model, ExtendedGlm):
+        kinds[fed.model.groups["extras"].cpu()] = EXTRA
     place = len(encoding.feature_names) - sum(choice.width for choice in encoding.choices)
     for choice in encoding.choices:
         if choice.name in names:
@@ -94,11 +104,17 @@ def plain_model(client: Client) -> Glm:
 
 
 def working_rows(model: Glm, t: Tensor, x: Tensor, y: Tensor, on: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, second derivatives h, and h z - g of rows with scores z and first derivatives g; 0 on padding."""
-    scores = t.unsqueeze(-2) @ x.mT
-    losses, first, second = model.row_derivatives(scores, y)
-    h, z = second.squeeze(-2).squeeze(-2), scores.squeeze(-2)
-    return losses * on, h * on, (h * z - first.squeeze(-2)) * on
+    """Return losses, second derivatives h, and h z - g of rows with predictors z and first derivatives g; 0 on padding.
+
+    Parameters beside the predictor stay as they are in t.
+    """
+    z, extras = (x @ t[..., : x.shape[-1]].unsqueeze(-1)).squeeze(-1), t[..., x.shape[-1] :].unsqueeze(-1)
+    if isinstance(model, ExtendedGlm):
+        losses, g, h = model.predictor_derivatives(z, extras, y)
+    else:
+        losses, first, second = model.row_derivatives(z.unsqueeze(-2), y)
+        g, h = first.squeeze(-2), second.squeeze(-2).squeeze(-2)
+    return losses * on, h * on, (h * z - g) * on
 
 
 def settled_effects(client: Client, model: Tensor, centre: Tensor, spread: Tensor, noise: float) -> Tensor:
@@ -116,7 +132,7 @@ def settled_effects(client: Client, model: Tensor, centre: Tensor, spread: Tenso
         x = x.double()
         _, h, v = working_rows(plain, t, x, y, weight.double() * size)
         inside = x[..., varies]
-        left = v - h * (x @ w.unsqueeze(-1)).squeeze(-1)
+        left = v - h * (x @ w[..., : x.shape[-1]].unsqueeze(-1)).squeeze(-1)
         a = (h.unsqueeze(-1) * inside).mT @ inside + noise * torch.diag(1 / spread[varies].double())
         own = torch.linalg.solve(a, (inside.mT @ left.unsqueeze(-1)).squeeze(-1))
         return torch.zeros_like(w).index_copy(-1, varies, own)

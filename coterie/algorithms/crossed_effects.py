@@ -19,13 +19,16 @@ from coterie.algorithms.crossed_cells import (
 )
 from coterie.algorithms.crossed_modes import ModeSearch, filled, ridge
 from coterie.algorithms.effect_groups import named_columns
+from coterie.algorithms.marginal_effects import of_all
 from coterie.algorithms.quadratics import digits
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
+from coterie.models.extended_glm import ExtendedGlm
 from coterie.models.glm import Glm
 from coterie.theory.crossed import INDIFFERENT, CellSums, Crossed
+from coterie.theory.hierarchical import pulled_share
 from coterie.theory.laplace import minimum
 from coterie.theory.variance_components import pattern
 
@@ -47,10 +50,12 @@ class CrossedEffects:
     def crossed_start(self, fed: Federation) -> State:
         """Return the state before the first round; raise `SettingError` for what these models cannot do."""
         model = fed.model
-        if not isinstance(model, Glm) or model.outputs != 1 or model.d != model.columns:
+        one_score = isinstance(model, Glm) and (model.d == model.columns or isinstance(model, ExtendedGlm))
+        if not one_score:
             raise SettingError(
-                "hierarchical: grouping columns need a model with one score per row: least squares, logistic or "
-                "Poisson. Leave them out with --drop, or name one --cluster in which every client has one value"
+                "hierarchical: grouping columns need a model with one predictor per row: least squares, logistic, "
+                "Poisson, negative binomial or ordinal (--model ordinal for classes in an order). Else leave the "
+                "columns out with --drop, or name one --cluster in which every client has one value"
             )
         usual = {"covariance": "diagonal", "variances": "shared", "noise": "one"}
         wrong = [
@@ -85,7 +90,7 @@ class CrossedEffects:
         model, point = self._best_model(fed, at, cell_sums(replies, at))
         values = digits(model.variances(model.without(point, float(model.deviance(point)))))
         common, effect, _ = model.effects(values)
-        x = filled(fed, at, common, effect)
+        x = filled(fed, at, common, effect, s.x)
         spread = torch.zeros(fed.d, dtype=torch.float64).index_copy(0, at.fixed, model.at(values)[1])
         s = s.replace(
             x=x,
@@ -95,6 +100,7 @@ class CrossedEffects:
             variances=values,
             information=model.information(point),
             client_groups=model.groups,
+            shrinkage=_shares(fed, replies, model, values),
             deviance=float(model.deviance(point)),
         )
         placed = fed.map(self.adjust, centre=s.x, spread=s.within[0], noise=s.noise)
@@ -131,16 +137,17 @@ class CrossedEffects:
         search = ModeSearch(self, fed, s, at, groups)
         if search.first is None:
             return s
-        point, height, information = minimum(search.deviance, search.first.start()[1:])
-        for k in range(len(point)):
+        point, height, information = minimum(search.deviance, search.start())
+        for k in range(len(point) - len(at.extras)):
             trial = point.index_fill(0, torch.tensor(k), _NOTHING)
             if search.deviance(trial) < height + INDIFFERENT:
                 point = trial
         height = search.deviance(point)  # clients and server move to the best point
         return search.s.replace(
             variances=search.values(point.masked_fill(point <= _NOTHING, -torch.inf)),
-            information=information,
+            information=_without_last(information, len(at.extras)),
             client_groups=groups,
+            shrinkage=_shares(fed, search.replies, search.model(), search.values(point)),
             deviance=height,
             done=len(search.replies) == fed.n,
         )
@@ -230,15 +237,17 @@ class CrossedEffects:
             return {}
         scale = fed.table.target_scale if fed.table is not None else 1.0
         pairs = list(zip(self.variance_names(fed, s), scale * s.variances.sqrt(), strict=True))
-        return {f"sd {name}": value for name, value in pairs[0 if fed.model.has_statistics else 1 :]}
+        pairs = pairs[0 if fed.model.has_statistics else 1 :]
+        shrinkage = {"shrinkage": s.shrinkage} if "shrinkage" in s else {}
+        return {f"sd {name}": value for name, value in pairs} | shrinkage
 
     def laplace_without(self, fed: Federation, s: State, parts: dict[str, list[int]]) -> dict[str, float]:
         """Return the smallest deviance without each part of the variances (by place, the noise not counted)."""
         at = layout(fed)
         assert at is not None
         search, found = ModeSearch(self, fed, s, at, s.client_groups), {}
-        assert search.first is not None
-        point = search.first.start(s.variances)[1:].clamp(min=-6.0)
+        here = search.start(s.variances)
+        point = here.clamp(min=-6.0)
         for name, places in parts.items():
             kept = torch.tensor([k for k in range(len(point)) if k not in places], dtype=torch.long)
             base = torch.full_like(point, _NOTHING)
@@ -247,7 +256,7 @@ class CrossedEffects:
                 return search.deviance(base.index_copy(0, kept, some))
 
             found[name] = minimum(deviance, point[kept])[1] if len(kept) else search.deviance(base)
-        search.deviance(search.first.start(s.variances)[1:])  # clients and server are where they were
+        search.deviance(here)  # clients and server are where they were
         return found
 
     def crossed_likelihood(self, fed: Federation, s: State) -> tuple[Crossed, Tensor, float]:
@@ -257,6 +266,25 @@ class CrossedEffects:
         sums = cell_sums(self.ask(fed, s, at), at)
         model = Crossed(sums, s.client_groups, at.names, ridge=ridge(fed, at, sums.rows))
         return model, *model.fit(model.start(s.variances))
+
+
+def _shares(fed: Federation, replies: Replies, model: Crossed, values: Tensor) -> Tensor:
+    """Return the share of each client's coefficients that comes from the common ones, [n]."""
+    noise, inside, _ = model.at(values)
+    return of_all(fed, replies, pulled_share(model.sums.xx / noise, inside.expand_as(model.sums.xy)))
+
+
+def _without_last(information: Tensor, count: int) -> Tensor:
+    """Return the information about all numbers but the last, which are not known either."""
+    if not count:
+        return information
+    kept, across, last = (
+        information[:-count, :-count],
+        information[:-count, -count:],
+        information[-count:, -count:],
+    )
+    left: Tensor = kept - across @ torch.linalg.pinv(last, hermitian=True) @ across.mT
+    return left
 
 
 def _numbered(groups: Tensor) -> Tensor:

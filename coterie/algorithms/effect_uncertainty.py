@@ -11,7 +11,7 @@ from torch import Tensor
 from coterie._core.errors import SettingError
 from coterie.algorithms.crossed_cells import cell_sums, layout
 from coterie.algorithms.crossed_modes import ridge
-from coterie.algorithms.marginal_effects import unpacked
+from coterie.algorithms.marginal_uncertainty import marginal_posterior, marginal_tests, marginal_variances
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.theory.covariance_doubt import covariance_intervals, covariance_of, general_effects
@@ -39,15 +39,13 @@ def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, 
     found = Components(s.noise, s.within.double(), s.between.double())
     centre = s.centres.double()[sums.clusters]
     if "psi" in s:
-        doubt = _doubt_of_psi(s)
-        groups = s.groups.long()
-    else:
-        groups = s.groups.long()
-        model, point, _ = _likelihood(method, fed, s, ids, sums, restricted=method.choice(fed) == "reml")
-        if not _plain(method):
-            sure = s.certainty.double()[sums.clusters]
-            return ids, general_effects(model, point, sums, centre, sure)
-        doubt = doubt_of_variances(model, point)
+        return ids, marginal_posterior(method, s, sums)
+    groups = s.groups.long()
+    model, point, _ = _likelihood(method, fed, s, ids, sums, restricted=method.choice(fed) == "reml")
+    if not _plain(method):
+        sure = s.certainty.double()[sums.clusters]
+        return ids, general_effects(model, point, sums, centre, sure)
+    doubt = doubt_of_variances(model, point)
     sure, spread = s.certainty.double()[sums.clusters], found.within[sums.clusters]
     return ids, client_effects(sums.xx / s.noise, sums.xy / s.noise, centre, spread, sure, doubt, groups)
 
@@ -87,15 +85,9 @@ def variances(
     """
     if "client_groups" in s:
         return _crossed_variances(method, fed, s, level)
+    _check(s)
     if "psi" in s:
-        from scipy.stats import norm
-
-        reach, found = float(norm.ppf(0.5 + level / 2)), {}
-        sizes, errors = s.psi.abs().flatten(), _doubt_of_psi(s).diagonal().sqrt()
-        for k, (size, error) in enumerate(zip(sizes.tolist(), errors.tolist(), strict=True)):
-            factor = float(torch.tensor(reach * error).exp())
-            found[f"client {k}"] = (size**2, size**2 / factor, size**2 * factor)
-        return found
+        return marginal_variances(method, fed, s, level)
     ids, sums = _sums(method, fed, s)
     restricted = method.choice(fed) == "reml"
     model, point, best = _likelihood(method, fed, s, ids, sums, restricted=restricted)
@@ -130,24 +122,10 @@ def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
     """Return p-values of likelihood-ratio tests whether clients and clusters, or levels of grouping columns, differ."""
     if "client_groups" in s:
         return _crossed_tests(method, fed, s)
-    if "psi" not in s:
-        return difference_tests(*_likelihood(method, fed, s, *_sums(method, fed, s), restricted=False))
-    if len(s.centres) > 1:
-        raise SettingError("tests of clients in several clusters are for least squares; use grouping = 'one'")
-    structure, null, value = method.structure(s.groups), s.replace(psi=torch.zeros_like(s.psi)), -torch.inf
-    for _ in range(20):
-        sent = method.sent(null, method.clusters(fed))
-        replies = fed.map(method.contribute, each=sent, groups=s.groups, link=method.link)
-        found, d = unpacked(replies, structure), structure.d
-        before, value = value, float(found.value.sum())
-        if value < before + 1e-7:
-            break
-        step = torch.linalg.lstsq(
-            -found.hessian.sum(0)[:d, :d], found.gradient.sum(0)[:d].unsqueeze(-1)
-        ).solution
-        null = null.replace(centres=null.centres + step.squeeze(-1).to(null.centres))
-    fed.map(method.follow, each=method.sent(s, method.clusters(fed)), groups=s.groups, link=method.link)
-    return {"clients differ": boundary_chance(2 * (s.height - max(value, before)), structure.p)}
+    _check(s)
+    if "psi" in s:
+        return marginal_tests(method, fed, s)
+    return difference_tests(*_likelihood(method, fed, s, *_sums(method, fed, s), restricted=False))
 
 
 def _crossed_variances(
@@ -185,18 +163,20 @@ def _crossed_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str,
 
 
 def _sums(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Sums]:
+    _check(s)
+    replies = fed.map(method.curve, link=method.link)
+    return replies.ids, method.sums(fed, replies)
+
+
+def _check(s: State) -> None:
+    """Raise `SettingError` if nothing is known about uncertainty."""
     if "membership" in s:
         raise SettingError(
             "hierarchical: intervals and tests are not offered with grouping = 'mixture'; its probabilities "
             "of clusters are in the run's record (membership)"
         )
-    if "certainty" not in s or ("psi" in s and not _plain(method)):
-        raise SettingError(
-            "hierarchical: uncertainty is known for the Newton solver; of classes and counts with diagonal, "
-            "shared variances"
-        )
-    replies = fed.map(method.curve, link=method.link)
-    return replies.ids, method.sums(fed, replies)
+    if "certainty" not in s:
+        raise SettingError("hierarchical: uncertainty is known for the Newton solver")
 
 
 def _plain(method: Hierarchical) -> bool:
@@ -217,12 +197,3 @@ def _likelihood(
     near = Components(s.noise, s.within.double(), s.between.double())
     groups = s.groups.long()
     return least_squares_doubt(sums, groups, near, noise_groups=noises, restricted=restricted, **settings)
-
-
-def _doubt_of_psi(s: State) -> Tensor:
-    """Return the covariance of log psi^2 from the information about (w, psi)."""
-    values, vectors = torch.linalg.eigh(s.information.double())
-    cover = vectors @ torch.diag(1 / values.clamp(min=1e-9 * float(values[-1]))) @ vectors.mT
-    inside, size = cover[-s.psi.numel() :, -s.psi.numel() :], s.psi.flatten().abs().clamp(min=1e-6)
-    doubt: Tensor = 4 * inside / size / size.unsqueeze(-1)
-    return doubt

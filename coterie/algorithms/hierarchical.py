@@ -15,7 +15,7 @@ from coterie.algorithms.crossed_cells import layout
 from coterie.algorithms.crossed_effects import CrossedEffects
 from coterie.algorithms.effect_groups import effect_groups
 from coterie.algorithms.finding import Finder
-from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects
+from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects, of_all
 from coterie.algorithms.mixture_effects import check_mixture, mixture_round
 from coterie.algorithms.quadratics import downhill, log_volume, quadratic, rounded, shortened, weight_of
 from coterie.engine.client import Client
@@ -23,7 +23,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
-from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, settle, times
+from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, pulled_share, settle, times
 from coterie.theory.mixed_likelihood import maximum_likelihood
 from coterie.theory.robust import STRANGE, looks_heavy, without_strangers
 from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
@@ -204,6 +204,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             within=within,
             between=found.between.to(fed.dtype),
             noise=found.noise,
+            shrinkage=of_all(fed, replies, pulled_share(a, found.within[sums.clusters])),
             certainty=certainty(h, sums.clusters, spread).to(fed.dtype),
             done=settled and len(replies) == len(placed) == fed.n,
         )
@@ -381,6 +382,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         if layout(fed) is not None:
             return self.crossed_sds(fed, s)
         trust = {"weight": s.trust.squeeze(-1)} if "trust" in s else {}
+        trust |= {"shrinkage": s.shrinkage} if "shrinkage" in s else {}
         if "membership" in s:
             surest = s.membership.max(-1)
             trust |= {"cluster": surest.indices.to(s.x), "membership": surest.values}

@@ -21,8 +21,8 @@ from coterie.theory.variance_components import Components, Sums
 
 QUADRATIC_ROUNDS = 2  # of the quadratic model, whose variances the search starts from
 _CHUNK = 2**18  # numbers of one row, point and score that are computed at once: what a core's cache holds
-_SETTLED = 1e-9  # gain of log likelihood that ends the search
-_WORSE = 1e-2  # loss of log likelihood that sends it back
+SETTLED = 1e-9  # gain of log likelihood that ends the search
+WORSE = 1e-2  # loss of log likelihood that sends it back
 _START = 0.1  # smallest variance to start from, as a share of its scale
 
 
@@ -72,15 +72,16 @@ class MarginalEffects:
         largest = torch.maximum(s.largest, here.psi.abs().amax(0))
         step = newton_step(here, found, mine, structure, largest, restricted=restricted)
         whole = len(replies) == fed.n
-        if whole and step.value < s.height - _WORSE and "base_psi" in s:
+        if whole and step.value < s.height - WORSE and "base_psi" in s:
             base = ModelPoint(s.base_x, s.base_centres, s.base_psi, here.between)
             return self._moved(fed, s, base.towards(here, 0.25), clusters)
-        settled = whole and step.gain < _SETTLED * (1 + abs(step.value) * 1e-3)
+        settled = whole and step.gain < SETTLED * (1 + abs(step.value) * 1e-3)
         s = s.replace(
             base_x=here.common,
             base_centres=here.centres,
             base_psi=here.psi,
             height=step.value if whole else s.height,
+            shrinkage=of_all(fed, replies, _shares(structure, here.psi, found.hessian, mine)),
             certainty=step.certainty.to(fed.dtype),
             information=step.information,
             done=settled,
@@ -89,27 +90,22 @@ class MarginalEffects:
             return s
         target = step.target
         if len(here.centres) > 1:
-            target = self._between(here, found, mine, step, s, restricted)
+            target = self.with_between(here, found, mine, step, s, restricted=restricted)
         return self._moved(fed, s, target, clusters)
 
-    def _between(
+    def with_between(
         self,
         here: ModelPoint,
         found: Marginal,
         clusters: Tensor,
         step: NewtonStep,
         s: State,
+        *,
         restricted: bool,
     ) -> ModelPoint:
         """Return the step's target with variances of the centres that fit what clusters say about theirs."""
-        k, d = here.centres.shape
-        h = torch.zeros(k, d, d, dtype=torch.float64, device=here.common.device)
-        h = h.index_add(0, clusters, -found.hessian[:, :d, :d])
-        g = torch.zeros_like(here.centres).index_add(0, clusters, found.gradient[:, :d])
-        right = (h @ here.centres.unsqueeze(-1)).squeeze(-1) + g
-        none, one = torch.zeros_like(right[:, :1]), torch.zeros(k, dtype=torch.long, device=h.device)
-        near = Components(1.0, here.between.expand(1, d), torch.zeros_like(here.between))
-        sums = Sums(h, right, none, none, one, 1)
+        near = Components(1.0, here.between.expand(1, -1), torch.zeros_like(here.between))
+        sums = between_sums(here, found, clusters)
         got = maximum_likelihood(sums, s.groups.long(), noise=1.0, restricted=restricted, near=near)
         return ModelPoint(step.target.common, step.target.centres, step.target.psi, got.within[0])
 
@@ -190,6 +186,31 @@ class MarginalEffects:
             return torch.cat([part(*piece) for piece in pieces])
 
         return client.over_rows(in_chunks, packed, reduce=False)
+
+
+def of_all(fed: Federation, replies: Replies, values: Tensor) -> Tensor:
+    """Return a number for every client [n], not a number for those that did not answer."""
+    nothing = torch.full((fed.n,), torch.nan, dtype=fed.dtype, device=fed.device)
+    return nothing.index_copy(0, replies.ids, values.to(nothing))
+
+
+def _shares(structure: Structure, psi: Tensor, hessian: Tensor, clusters: Tensor) -> Tensor:
+    """Return the share of each client's model that comes from its centre: the mean of diag (I - S H), [n]."""
+    root = structure.factor(psi)
+    spread = (root @ root.mT)[clusters if len(psi) > 1 else torch.zeros_like(clusters)]
+    own = -(spread @ hessian[:, : structure.d, : structure.d]).diagonal(dim1=-2, dim2=-1)
+    return (1 - own[:, structure.at]).clamp(0, 1).mean(-1)
+
+
+def between_sums(here: ModelPoint, found: Marginal, clusters: Tensor) -> Sums:
+    """Return what clusters say about their centres, as sums of a linear model with noise 1 and a client for each."""
+    k, d = here.centres.shape
+    h = torch.zeros(k, d, d, dtype=torch.float64, device=here.common.device)
+    h = h.index_add(0, clusters, -found.hessian[:, :d, :d])
+    g = torch.zeros_like(here.centres).index_add(0, clusters, found.gradient[:, :d])
+    right = (h @ here.centres.unsqueeze(-1)).squeeze(-1) + g
+    none, one = torch.zeros_like(right[:, :1]), torch.zeros(k, dtype=torch.long, device=h.device)
+    return Sums(h, right, none, none, one, 1)
 
 
 def _like(y: Tensor, scores: Tensor, x: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def check(
     """
     drop, keep, names = tuple(drop), tuple(keep), grouping.names_of(cluster)
     frame = grouping.combined(frame, names)
-    roles = [("client", client), ("target", target), *(("cluster", name) for name in names)]
+    roles = [("client", client), ("target", target), *(("cluster", name) for name in dict.fromkeys(names))]
     roles += [] if event is None else [("event", event)]
     _require_roles(frame, roles, drop, keep, source)
     known, groups, notes = grouping.decide(frame, client, names) if names else (None, (), [])

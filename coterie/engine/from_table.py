@@ -22,6 +22,7 @@ from coterie.engine.privacy import Privacy
 from coterie.engine.private_statistics import SHARE, noisy_statistics
 from coterie.models.base import Model
 from coterie.models.class_weights import BALANCED, chosen
+from coterie.models.cumulative_logit import Ordinal
 from coterie.models.survival import Cox
 from coterie.models.table_models import as_model, table_model
 
@@ -183,7 +184,20 @@ def encoded(
         target_in_units=model.target_in_units,
         every_group=every_group,
     )
+    if isinstance(model, Ordinal) and any(not _is_number(name) for name in spec.classes):
+        order = " < ".join(spec.classes[:20]) + (" < ..." if len(spec.classes) > 20 else "")
+        spec.warnings.append(
+            f"Target column {spec.target!r}: classes are taken in this order: {order}. If that is wrong, number them."
+        )
     return preprocessor, model.with_levels(preprocessor.levels)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _model(model: Model | str | None, task: str, l2: float | None) -> Model:

@@ -96,6 +96,16 @@ class ExtendedGlm(Glm):
         )
         return loss, *self._at(scores, y)
 
+    def predictor_derivatives(self, z: Tensor, extras: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return losses [..., B] and their first two derivatives in z [..., B], given the extras [..., E, 1]."""
+        with torch.inference_mode(False), torch.enable_grad():
+            point = z.detach().clone().requires_grad_()
+            extras = extras.detach().clone().expand(*extras.shape[:-1], z.shape[-1])
+            loss = self.row_loss(point, extras, y.to(z.dtype).clone())
+            (first,) = torch.autograd.grad(loss.sum(), point, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), point)
+        return loss.detach(), first.detach(), second
+
     def _split(self, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return predictors z [..., B] and the extras as they are for each row [..., E, B]."""
         z = (self._table(w) @ x.mT).squeeze(-2)

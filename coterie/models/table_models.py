@@ -10,7 +10,8 @@ from torch import nn
 from coterie._core.errors import SettingError, nearest
 from coterie.models.base import Model
 from coterie.models.basis import Basis
-from coterie.models.counts import poisson, tweedie
+from coterie.models.counts import negative_binomial, poisson, tweedie
+from coterie.models.cumulative_logit import ordinal
 from coterie.models.glm import Glm, logistic, softmax
 from coterie.models.linear import linear
 from coterie.models.network import network
@@ -19,7 +20,11 @@ from coterie.models.trees import trees
 from coterie.models.zoo import mlp
 
 LINES: dict[str, Callable[..., Glm]] = {"regression": linear, "binary": logistic, "multiclass": softmax}
-QUANTITIES: dict[str, Callable[..., Glm]] = {"poisson": poisson, "tweedie": tweedie}
+QUANTITIES: dict[str, Callable[..., Glm]] = {
+    "poisson": poisson,
+    "negative_binomial": negative_binomial,
+    "tweedie": tweedie,
+}
 
 
 def _linear(task: str, l2: float | None) -> Model:
@@ -52,6 +57,15 @@ def _quantity(name: str) -> Callable[[str, float | None], Model]:
     return make
 
 
+def _ordinal(task: str, l2: float | None) -> Model:
+    """Return the cumulative logit model of classes in their order, which is that of their names or numbers."""
+    if task not in ("binary", "multiclass"):
+        raise SettingError(
+            "the model 'ordinal' is for ordered classes, and the target is read as a quantity: --task classification"
+        )
+    return ordinal(l2=1e-3 if l2 is None else l2)
+
+
 def _curves(kind: str) -> Callable[[str, float | None], Model]:
     """Return a function that makes a linear model on a basis."""
 
@@ -67,8 +81,8 @@ TABLE_MODELS: dict[str, Callable[[str, float | None], Model]] = {
     "trees": _trees,
     "splines": _curves("splines"),
     "rff": _curves("rff"),
-    "poisson": _quantity("poisson"),
-    "tweedie": _quantity("tweedie"),
+    "ordinal": _ordinal,
+    **{name: _quantity(name) for name in QUANTITIES},
 }
 
 

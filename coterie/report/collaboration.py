@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from coterie.report.facts import RunFacts
 from coterie.report.graph import NODES, graph
-from coterie.report.numbers import count, digits, listed
+from coterie.report.numbers import count, digits, far_clients, listed
 from coterie.report.panels import Panel, Trace, axis, colour, numbers, plain
 
 CELLS = 120  # largest matrix drawn cell by cell; larger ones are averaged over blocks
 LINES = 150  # at most this many clients have a line of their own in the chart of groups over time
 SIMILAR = "similar"
+
+
+class MixWords(NamedTuple):
+    """Words of a chart of what every client's model is made of."""
+
+    key: str
+    title: str
+    caption: str
+    shared: str
+    own: str
+
+
+MIXED = MixWords(
+    "mix",
+    "Mix of shared and own model",
+    "How much of each client's model is shared with everybody; the rest it learned alone.",
+    "shared model",
+    "own model",
+)
+PULLED = MixWords(
+    "shrinkage",
+    "Shrinkage of every client",
+    "How much of each client's effects comes from the group's centre; the rest comes from its "
+    "own rows. A client with few rows is shrunk most.",
+    "group's centre",
+    "client's own rows",
+)
 
 
 def collaboration(run: RunFacts, key: str) -> list[Panel]:
@@ -34,9 +62,11 @@ def collaboration(run: RunFacts, key: str) -> list[Panel]:
     clusters = run.observed("cluster")
     if clusters:
         panels.append(_over_time(run, key, clusters))
-    mixes = _mixes(run)
+    mixes, pulled = _mixes(run), _last(run, "shrinkage")
     if mixes is not None:
-        panels.append(_mix(run, key, mixes))
+        panels.append(_mix(run, key, mixes, MIXED))
+    if pulled is not None and not np.isnan(pulled).all():
+        panels.append(_mix(run, key, pulled, PULLED))
     return panels
 
 
@@ -69,12 +99,18 @@ def explain(run: RunFacts) -> str:
                 f"The method put the clients into {count(len(sizes), 'group')}, the largest of "
                 f"{count(int(sizes.max()), 'client')}, the smallest of {sizes.min():,}."
             )
-    mixes = _mixes(run)
-    if mixes is not None:
-        low, mean, high = (f"{100 * part(mixes):.0f} %" for part in (np.nanmin, np.nanmean, np.nanmax))
+    mixes, pulled = _mixes(run), _last(run, "shrinkage")
+    if pulled is not None and not np.isnan(pulled).all():
         sentences.append(
-            f"Every client mixes the shared model with its own; the share of the shared model is {low} to {high}, "
-            f"{mean} on average."
+            f"Shrinkage, the share of a client's model that comes from its group and not from its own rows, is "
+            f"{_range(pulled)}."
+        )
+    strangers = far_clients(run.names, _last(run, "weight"))
+    if strangers:
+        sentences.append(strangers)
+    if mixes is not None:
+        sentences.append(
+            f"Every client mixes the shared model with its own; the share of the shared model is {_range(mixes)}."
         )
     if run.weights is not None:
         sentences.append(
@@ -281,6 +317,17 @@ def _some(length: int, most: int = 6) -> list[int]:
     return sorted({round(k) for k in np.linspace(0, length - 1, min(length, most))})
 
 
+def _range(shares: np.ndarray) -> str:
+    low, mean, high = (f"{100 * part(shares):.0f} %" for part in (np.nanmin, np.nanmean, np.nanmax))
+    return f"{low} to {high}, {mean} on average"
+
+
+def _last(run: RunFacts, name: str) -> np.ndarray | None:
+    """Return what was recorded last of every client, or None."""
+    recorded = run.observed(name)
+    return next(reversed(recorded.values())) if recorded else None
+
+
 def _mixes(run: RunFacts) -> np.ndarray | None:
     """Return FLIX's alpha of every client, or None for other methods."""
     if run.algorithm != "flix":
@@ -294,11 +341,11 @@ def _mixes(run: RunFacts) -> np.ndarray | None:
     return np.full(len(run.names), float(alpha)) if isinstance(alpha, int | float) else None
 
 
-def _mix(run: RunFacts, key: str, mixes: np.ndarray) -> Panel:
+def _mix(run: RunFacts, key: str, mixes: np.ndarray, words: MixWords) -> Panel:
     """Draw how much of every client's model is shared, client by client or as a histogram."""
     if len(mixes) <= 40:
         names = plain(run.names)
-        parts = (("shared model", 100 * mixes, ""), ("own model", 100 * (1 - mixes), "/"))
+        parts = ((words.shared, 100 * mixes, ""), (words.own, 100 * (1 - mixes), "/"))
         traces: list[Trace] = [
             {
                 "type": "bar",
@@ -322,16 +369,13 @@ def _mix(run: RunFacts, key: str, mixes: np.ndarray) -> Panel:
         counts, edges = np.histogram(mixes[~np.isnan(mixes)], bins=np.linspace(-0.05, 1.05, 12))
         middle = 100 * (edges[:-1] + edges[1:]) / 2
         traces = [{"type": "bar", "x": numbers(middle), "y": counts.tolist(), "marker": {"color": "$c0"}}]
-        layout = {"xaxis": axis("share of the shared model (%)"), "yaxis": axis("clients")}
+        layout = {"xaxis": axis(f"share of the {words.shared} (%)"), "yaxis": axis("clients")}
         height = 340
     rows = [[name, f"{100 * value:.0f} %"] for name, value in list(zip(run.names, mixes, strict=True))[:60]]
+    headers, weights = ["client", f"share of the {words.shared}"], _last(run, "weight")
+    if weights is not None:
+        rows = [[*row, f"{weight:.2f}"] for row, weight in zip(rows, weights, strict=False)]
+        headers.append("weight with the others")
     return Panel(
-        f"mix-{key}",
-        "Mix of shared and own model",
-        "How much of each client's model is shared with everybody; the rest it learned alone.",
-        traces,
-        layout,
-        ("client", "share of the shared model"),
-        rows,
-        height,
+        f"{words.key}-{key}", words.title, words.caption, traces, layout, tuple(headers), rows, height
     )

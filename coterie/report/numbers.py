@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
+
+from coterie.data.column_types import some
 from coterie.models.metrics import find
+
+FAR = 0.05  # weight below which a client's rows count for nothing with the others
 
 
 def show(metric: str, value: float) -> str:
@@ -75,3 +81,21 @@ def listed(names: list[str], most: int = 4) -> str:
     if len(names) > most:
         return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def far_clients(names: Sequence[str], weights: np.ndarray | None) -> str:
+    """Return a sentence on clients whose rows fit nobody else's, so that they count for nothing with the others.
+
+    >>> far_clients(["a", "b"], np.array([0.0, 1.1]))[:44]
+    'This client has a weight near 0 with the oth'
+    """
+    if weights is None:
+        return ""
+    far = [name for name, weight in zip(names, weights, strict=True) if weight < FAR]
+    if not far:
+        return ""
+    who = "This client has" if len(far) == 1 else "These clients have"
+    return (
+        f"{who} a weight near 0 with the others, because rows are too far from theirs (other units, or wrong values?): "
+        f"{some(far)}."
+    )

@@ -11,6 +11,7 @@ from rich.table import Table
 from coterie.data.column_types import some
 from coterie.models.metrics import find, main_metric
 from coterie.report.cells import Column, Decimals, direction, number_table, text_table, titled
+from coterie.report.numbers import far_clients
 from coterie.train import private
 from coterie.train.drift import Drift
 
@@ -169,6 +170,10 @@ def run_notes(run: Run) -> list[str]:
     cost = private.explain(run.fed)
     if cost is not None:
         notes.append(cost)
+    weights = [value for _, split, name, value in run.history.blocks if (split, name) == ("server", "weight")]
+    strangers = far_clients(run.fed.names, weights[-1].numpy()) if weights else ""
+    if strangers:
+        notes.append(strangers)
     seen = _observed(run)
     if seen:
         values = ", ".join(f"{name} {value:.3g}" for name, value in seen.items())

@@ -279,3 +279,32 @@ def scaled(spread: Tensor, matrix: Tensor) -> Tensor:
 def times(a: Tensor, v: Tensor) -> Tensor:
     """Return A v for stacks of matrices [..., d, d] and vectors [..., d]."""
     return (a @ v.unsqueeze(-1)).squeeze(-1)
+
+
+def pulled_share(a: Tensor, spread: Tensor) -> Tensor:
+    """Return the share of each client's model that comes from its centre: the mean of diag (I + S A)^-1, [n].
+
+    Parameters
+    ----------
+    a
+        A, what the client's rows say about its parameters, in units of the noise, [n, d, d].
+    spread
+        S, variances around the centre [n, d], or covariances [n, d, d].
+
+    Returns
+    -------
+    Tensor
+        The mean over the parameters that vary; 1 if none does.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.hierarchical import pulled_share
+    >>> pulled_share(torch.tensor([[[3.0]], [[0.0]]]), torch.ones(2, 1)).tolist()
+    [0.25, 1.0]
+    """
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    left = torch.linalg.solve(identity + scaled(spread, a), identity.expand(a.shape))
+    varies = (spread if spread.dim() == 2 else spread.diagonal(dim1=-2, dim2=-1)) > 0
+    shares = torch.where(varies, left.diagonal(dim1=-2, dim2=-1).clamp(0, 1), 0.0).sum(-1)
+    return torch.where(varies.any(-1), shares / varies.sum(-1).clamp(min=1), 1.0)

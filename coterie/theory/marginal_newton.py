@@ -183,9 +183,9 @@ def newton_step(
         cover = cover + passed @ _pseudo_inverse(above) @ passed.mT
     if restricted or k > 1:
         right = right + _correction(point, found, clusters, structure, cover)
-    step, gain = _newton(schur, right)
+    step, gain = ascent(schur, right)
     change = step[d:].view(levels, p)
-    room = torch.where(change * point.psi < 0, _SHRINKS * point.psi.abs() + 1e-3 * largest, largest)
+    room = room_for(change, point.psi, largest)
     limit = float((room / change.abs().clamp(min=1e-300)).min().clamp(max=1.0))
     step = limit * step
     saddle = (point.psi.abs() < 1e-3 * largest) & (schur.diagonal()[d:].view(levels, p) < 0)
@@ -230,8 +230,56 @@ def _correction(
     return torch.cat([slopes.new_zeros(d), slopes])
 
 
-def _newton(matrix: Tensor, right: Tensor) -> tuple[Tensor, float]:
-    """Return |H|^-1 g, an ascent direction whatever the signs of H's eigenvalues, and the gain that it promises."""
+def room_for(change: Tensor, psi: Tensor, largest: Tensor) -> Tensor:
+    """Return how far each psi may move in the direction of its change; towards zero only a part of the way.
+
+    Parameters
+    ----------
+    change
+        The step that is wanted, of the shape of psi.
+    psi
+        Present values.
+    largest
+        Largest change of each, [p].
+
+    Returns
+    -------
+    Tensor
+        Largest sizes of the change.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.marginal_newton import room_for
+    >>> [round(most, 2) for most in room_for(torch.tensor([5.0, -5.0]), torch.ones(2), torch.ones(2)).tolist()]
+    [1.0, 0.7]
+    """
+    return torch.where(change * psi < 0, _SHRINKS * psi.abs() + 1e-3 * largest, largest)
+
+
+def ascent(matrix: Tensor, right: Tensor) -> tuple[Tensor, float]:
+    """Return |H|^-1 g, an ascent direction whatever the signs of H's eigenvalues, and the gain that it promises.
+
+    Parameters
+    ----------
+    matrix
+        H, minus the second derivative.
+    right
+        g, the gradient.
+
+    Returns
+    -------
+    tuple of Tensor and float
+        Step and gain.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.marginal_newton import ascent
+    >>> step, gain = ascent(torch.diag(torch.tensor([2.0, -4.0])), torch.tensor([1.0, 1.0]))
+    >>> step.tolist(), gain
+    ([0.5, 0.25], 0.375)
+    """
     size = matrix.diagonal().abs().clamp(min=1e-12 * float(matrix.diagonal().abs().max())).sqrt()
     values, vectors = torch.linalg.eigh(matrix / size / size.unsqueeze(-1))
     most = float(values.abs().max())

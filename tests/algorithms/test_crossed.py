@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from scipy import stats
 from scipy.optimize import minimize
 from scipy.special import expit
 
@@ -44,6 +45,8 @@ def table(seed=0, kind="linear", students=24, lecturers=9, rows=12):
         "linear": lambda: z + 0.6 * rng.normal(size=n),
         "logistic": lambda: np.where(rng.uniform(size=n) < expit(z), "yes", "no"),
         "poisson": lambda: rng.poisson(np.exp(0.5 * z)),
+        "negative_binomial": lambda: rng.negative_binomial(2, 2 / (2 + np.exp(0.5 * z))),
+        "ordinal": lambda: np.digitize(z + rng.logistic(size=n), [-1.0, 0.5, 2.0]),
     }[kind]()
     return pl.DataFrame(
         {
@@ -58,7 +61,7 @@ def table(seed=0, kind="linear", students=24, lecturers=9, rows=12):
 
 def federation(frame, cluster=("lecturer", "school"), kind="linear", **options):
     model = getattr(models, kind)(intercept=True)
-    task = "classification" if kind == "logistic" else "regression"
+    task = "classification" if kind in ("logistic", "ordinal") else "regression"
     options = {"split": (1.0, 0.0, 0.0), "model": model, "task": task} | options
     return Federation.from_table(frame, "student", "y", cluster=list(cluster), **options)
 
@@ -73,7 +76,7 @@ def parts(fed, run):
         key: [k for k, name in enumerate(names) if name.startswith(f"{key}=")]
         for key in ("lecturer", "school")
     }
-    fixed = [names.index("x"), len(names)]
+    fixed = [names.index("x"), len(names)]  # the intercept comes after the features
     return x[:, fixed], rows.y.numpy(), owner, x[:, pick["lecturer"]], x[:, pick["school"]], fixed, pick
 
 
@@ -157,6 +160,67 @@ def test_classes_and_counts_are_those_of_a_dense_laplace_approximation(kind):
     spread = np.sqrt(np.diag(np.linalg.inv(run.state.information.numpy())))
     assert (np.abs(best.x - np.log(values)) / spread).max() < 5e-3
     assert deviance(np.log(values))[0] < best.fun + 1e-4
+
+
+def _log_chances(kind, z, y, extras):
+    """Log likelihood of every row: scipy's for counts, differences of logistic functions for ordered classes."""
+    if kind == "negative_binomial":
+        shape = np.exp(-extras[0])
+        return stats.nbinom.logpmf(y, shape, shape / (shape + np.exp(z)))
+    cuts = np.concatenate([[-np.inf, 0.0], np.exp(extras).cumsum(), [np.inf]])
+    return np.log(expit(z - cuts[y.astype(int)]) - expit(z - cuts[y.astype(int) + 1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["negative_binomial", "ordinal"])
+def test_dispersions_and_cut_points_are_those_of_a_dense_laplace_approximation(kind):
+    """All effects in one dense Newton iteration, with derivatives of rows by differences."""
+    fed = federation(table(2, kind, students=14, lecturers=8), kind=kind)
+    run = fit(fed, make("hierarchical", effects="intercept"), rounds=2, evaluate_every=0)
+    assert run.state.done
+    x, y, owner, one, other, fixed, _ = parts(fed, run)
+    clients = (owner[:, None] == np.arange(fed.n)).astype(float)
+    w = np.column_stack([x, clients, one, other])
+    sizes = [clients.shape[1], one.shape[1], other.shape[1]]
+
+    def deviance(point):
+        values, extras = np.exp(point[:3]), point[3:]
+        precision, t = np.concatenate([[0, 0], np.repeat(1 / values, sizes)]), np.zeros(w.shape[1])
+        for _ in range(40):
+            up, here, down = (_log_chances(kind, w @ t + step, y, extras) for step in (1e-4, 0.0, -1e-4))
+            slope, h = (up - down) / 2e-4, -(up + down - 2 * here) / 1e-8
+            bent = w.T @ (h[:, None] * w) + np.diag(precision)
+            move = np.linalg.solve(bent, w.T @ slope - precision * t)
+            t = t + move * min(1.0, 2.0 / np.abs(move).max())
+            if np.abs(move).max() < 1e-6:
+                break
+        volume = np.linalg.slogdet(bent[2:, 2:] / precision[2:])[1]
+        return precision @ t**2 + volume - 2 * _log_chances(kind, w @ t, y, extras).sum(), t
+
+    extras = run.state.x[-len(layout(fed).extras) :].numpy()
+    found = np.concatenate([np.log(run.state.variances.numpy()[1:]), extras])
+    height, mode = deviance(found)
+    assert run.state.deviance == pytest.approx(height, abs=2e-3)
+    assert np.abs(run.personal[0, fixed].numpy() - mode[:2] - [0, mode[2]]).max() < 1e-3
+    assert np.abs(run.personal[:, -len(extras) :].numpy() - extras).max() < 1e-12, "extras are common"
+    slope, bent = _slopes(lambda point: deviance(point)[0], found)
+    off = np.linalg.solve(bent, slope)
+    assert np.sqrt(0.5 * slope @ off) < 2e-2, "standard deviations from the maximum"
+    spread = np.sqrt(np.diag(np.linalg.inv(0.5 * bent)))[:3]
+    ours = np.sqrt(np.diag(np.linalg.inv(run.state.information.numpy())))
+    assert np.abs(ours / spread - 1).max() < 0.05, "intervals know that the extras are estimated"
+    assert set(run.tests()) == {"clients differ", "lecturer differs", "school differs"}
+
+
+def _slopes(function, point, step=0.05):
+    """First and second derivatives by differences."""
+    moves = step * np.eye(len(point))
+    slope = np.array([function(point + m) - function(point - m) for m in moves]) / (2 * step)
+    bent = [
+        [sum(i * j * function(point + i * a + j * b) for i in (1, -1) for j in (1, -1)) for b in moves]
+        for a in moves
+    ]
+    return slope, np.array(bent) / (4 * step**2)
 
 
 @pytest.mark.quick("linear")
@@ -298,7 +362,7 @@ def test_what_is_not_offered_is_refused(settings, said):
 
 def test_softmax_is_refused():
     frame = table(8).with_columns(pl.Series("y", ["a", "b", "c"] * 96))
-    with pytest.raises(SettingError, match="one score per row"):
+    with pytest.raises(SettingError, match="one predictor per row"):
         fit(federation(frame, model=None, task=None), make("hierarchical"), rounds=1)
 
 
@@ -397,3 +461,5 @@ def test_a_column_that_is_named_twice_is_crossed():
     assert known_and_groups(["lecturer", "lecturer"]) == (None, ("lecturer",))
     known, groups, _ = decide(table(1), "student", ["school", "school"])
     assert known is None and groups == ("school",)
+    fed = federation(table(1), ["school", "school"])
+    assert layout(fed).names == ("school",) and fed.table.preprocessor.spec.groups == ("school",)

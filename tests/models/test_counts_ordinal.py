@@ -7,6 +7,7 @@ from scipy import stats
 
 from coterie import Federation, fit, models
 from coterie._core.errors import CoterieError, DataError
+from coterie.algorithms import make
 
 RNG = np.random.default_rng(3)
 X = torch.from_numpy(RNG.normal(size=(60, 2)))
@@ -98,3 +99,35 @@ def test_wrong_targets():
     model = models.poisson(intercept=True).fit_to(X, torch.zeros(60))
     with pytest.raises(CoterieError, match="all counts"):
         model.solve(torch.zeros(3), model.prepare(X).float(), torch.zeros(60), torch.ones(60), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["negative_binomial", "ordinal"])
+def test_tables_take_them_by_name(kind):
+    """As --model does; a note says in which order classes that are no numbers are taken."""
+    named = {
+        "negative_binomial": TARGETS[kind].numpy(),
+        "ordinal": np.array(list("abcd"))[TARGETS["ordinal"]],
+    }
+    frame = {"site": ["x", "y"] * 30, "age": X[:, 0].numpy(), "dose": X[:, 1].numpy(), "y": named[kind]}
+    task = "classification" if kind == "ordinal" else "regression"
+    fed = Federation.from_table(frame, "site", "y", model=kind, task=task)
+    assert fed.model.name == kind and fed.model.l2 == 1e-3 and fed.model.intercept
+    order = [note for note in fed.table.warnings if "taken in this order: a < b < c < d" in note]
+    assert len(order) == (kind == "ordinal")
+    run = fit(fed, make("hierarchical", grouping="one", effects="intercept"), rounds=3, evaluate_every=0)
+    predicted = run.predict(frame)["prediction"].to_list()
+    assert set(predicted) <= set("abcd") if kind == "ordinal" else min(predicted) > 0
+    other = "regression" if kind == "ordinal" else "classification"
+    with pytest.raises(CoterieError, match=f"--task {task}"):
+        Federation.from_table(frame | {"y": TARGETS["ordinal"].numpy()}, "site", "y", model=kind, task=other)
+
+
+@pytest.mark.parametrize("kind", ["negative_binomial", "ordinal"])
+def test_derivatives_in_the_predictor_are_a_part_of_all(kind):
+    model, y = made(kind), TARGETS[kind]
+    z, extras = X[:, 0], torch.full((model.extras, 1), 0.3, dtype=torch.float64)
+    scores = torch.cat([z.unsqueeze(0), extras.expand(-1, 60)])
+    losses, first, second = model.row_derivatives(scores, y)
+    found = model.predictor_derivatives(z, extras, y)
+    for mine, theirs in zip(found, (losses, first[0], second[0, 0]), strict=True):
+        assert (mine - theirs).abs().max() < 1e-12

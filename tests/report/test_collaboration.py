@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import coterie
 from coterie._core import files
+from coterie.algorithms import find
 from coterie.report import collaboration
 from coterie.report.facts import RunFacts, read_runs
 from coterie.report.graph import _merged, graph
+from coterie.report.tables import run_notes
 
 
 def one(folder: Path) -> RunFacts:
@@ -68,6 +71,31 @@ def test_what_each_method_shows(twelve: Path) -> None:
     assert titles(one(twelve / "local")) == ["Matrix, clients ordered by group", "Graph"]
     assert "mixes the shared model" in collaboration.explain(one(twelve / "flix"))
     assert "decided who learns from whom" in collaboration.explain(one(twelve / "cobo"))
+
+
+def test_a_mixed_model_shows_shrinkage_and_who_fits_nobody(tmp_path: Path) -> None:
+    """Shrinkage is that of the record, larger for clients with fewer rows; a client in other units is named."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [6, 60, *[20] * 9, 20]
+    ys = [torch.randn(1, generator=draw) + torch.randn(size, generator=draw) for size in sizes]
+    ys[-1] = 1000 * ys[-1]
+    model = coterie.models.linear()
+    fed = coterie.Federation.from_arrays(
+        [torch.ones(size, 1) for size in sizes], ys, model, split=(1.0, 0.0, 0.0)
+    )
+    run = coterie.fit(fed, find("hierarchical")(grouping="one"), rounds=1, out=tmp_path / "run")
+    spread, noise = float(run.state.within[0, 0]), run.state.noise
+    expected = [noise / (noise + spread * size) for size in sizes]
+    np.testing.assert_allclose(run.state.shrinkage.numpy(), expected, atol=1e-6)
+    seen = one(tmp_path / "run")
+    panel = next(p for p in collaboration.collaboration(seen, "0") if p.title == "Shrinkage of every client")
+    assert panel.headers == ("client", "share of the group's centre", "weight with the others")
+    assert (
+        panel.rows[0] == [seen.names[0], f"{100 * expected[0]:.0f} %", "1.00"]
+        and panel.rows[-1][-1] == "0.00"
+    )
+    said = f"too far from theirs (other units, or wrong values?): {seen.names[-1]!r}"
+    assert said in collaboration.explain(seen) and any(said in note for note in run_notes(run))
 
 
 def test_one_model_for_all_has_no_map(comparison: Path) -> None:

@@ -127,6 +127,59 @@ def test_classes_in_unknown_clusters():
     assert (np.sign(joined[:, 0].numpy()) == np.sign(slope[12:])).all()
 
 
+def logistic_world(seed, clients, rows=10, variance=1.0):
+    """Clients in two clusters with opposite slopes, whose intercepts vary inside them."""
+    rng = np.random.default_rng([seed, 25])
+    slope, own = np.where(np.arange(clients) % 2 == 0, 3.0, -3.0), variance**0.5 * rng.normal(size=clients)
+    xs = [rng.normal(size=(rows, 1)) for _ in slope]
+    zs = [w * x[:, 0] + a for x, w, a in zip(xs, slope, own, strict=True)]
+    return xs, [(rng.uniform(size=rows) < 1 / (1 + np.exp(-z))).astype(int) for z in zs]
+
+
+def logistic_mixture(xs, ys):
+    fed = Federation.from_arrays(xs, ys, models.logistic(intercept=True))
+    method = make("hierarchical", grouping="mixture", effects="intercept", clusters_count=2)
+    return fit(fed, method, rounds=40, evaluate_every=0)
+
+
+@pytest.mark.slow
+def test_classes_are_those_of_brute_force_integration():
+    """The likelihood on a fixed grid of effects, maximised over shares, both centres and the variance."""
+    xs, ys = logistic_world(0, clients=30)
+    run = logistic_mixture(xs, ys)
+    s = run.state
+    assert s.done
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    x, sign = np.stack(xs)[..., 0], 2 * np.stack(ys) - 1
+
+    def clients(v):
+        """Log share and log likelihood of each client in each cluster."""
+        found = []
+        for slope, level, share in ((v[0], v[1], v[5]), (v[2], v[3], -v[5])):
+            z = slope * x[:, None] + level + v[4] * nodes[:, None]
+            inside = logsumexp(
+                -np.logaddexp(0, -sign[:, None] * z).sum(-1), b=weights / weights.sum(), axis=1
+            )
+            found.append(inside - np.logaddexp(0, -share))
+        return np.stack(found, 1)
+
+    logit = float((s.shares[0] / s.shares[1]).log())
+    found = np.array([*s.centres.flatten().tolist(), abs(float(s.psi)), logit])
+    best = minimize(lambda v: -logsumexp(clients(v), axis=1).sum(), found, options={"gtol": 1e-7})
+    assert s.height == pytest.approx(-best.fun, abs=1e-4)
+    assert (np.abs(found - best.x) / np.sqrt(np.diag(best.hess_inv))).max() < 5e-3
+    chances = clients(best.x)
+    chances = np.exp(chances - logsumexp(chances, axis=1, keepdims=True))
+    np.testing.assert_allclose(s.membership.numpy(), chances, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_variances_of_classes_inside_unknown_clusters_are_unbiased():
+    """True variance 1, 100 clients with 10 rows in two clusters: the mean over worlds is within 10 %."""
+    found = [float(logistic_mixture(*logistic_world(100 + k, 100)).state.within[0, -1]) for k in range(12)]
+    assert abs(np.mean(found) - 1) < 0.1 + 2 * np.std(found) / len(found) ** 0.5, found
+
+
 def test_settings_that_do_not_fit_a_mixture():
     xs, ys, _ = world(0)
     fed = Federation.from_arrays(xs, ys, models.linear())
