@@ -49,7 +49,8 @@ HARM, BEHIND = 0.02, 0.10
 class Shape:
     """Sizes of the clusters, what separates them, and what the clients' rows are like.
 
-    `inside` is the spread of true parameters in a cluster in units of the standard error of a client's own fit.
+    `inside` is the spread of true parameters in a cluster in units of the standard error of a client's own fit, for
+    all clusters or for each; a gap is counted in the largest. `noise` is the standard deviation of targets.
     """
 
     sizes: tuple[int, ...]
@@ -57,8 +58,9 @@ class Shape:
     rows: tuple[int, int]
     kind: str = "linear"
     features: int = 5
-    inside: float = 0.3
+    inside: float | tuple[float, ...] = 0.3
     liars: tuple[str, ...] = ()
+    noise: float | None = None
 
     @property
     def held_to_oracle(self) -> bool:
@@ -82,6 +84,9 @@ SHAPES = {
     "12+6, gap 6, 20 rows, 3 liars flip": Shape(
         (12, 6), 6.0, (20, 20), liars=("sign-flip", "large", "random")
     ),
+    "9+5+2, gap 4, 8 features, loud, 20–80 rows": Shape((9, 5, 2), 4.0, (20, 80), features=8, noise=2.0),
+    "6+1+1+1+1, gap 5, logistic, 150 rows": Shape((6, 1, 1, 1, 1), 5.0, (150, 150), "logistic", features=4),
+    "8 alike + 8 that differ, gap 6, 50 rows": Shape((8, 8), 6.0, (50, 50), features=6, inside=(0.0, 2.5)),
 }
 
 
@@ -101,11 +106,14 @@ def drawn(shape: Shape, seed: int) -> tuple[Federation, Federation, Metric, Tens
     n, d = len(labels), shape.features
     low, high = shape.rows
     sizes = torch.randint(low, high + 1, (n,), generator=draw)
-    noise = {"linear": 0.5, "mlp": 0.3}.get(shape.kind, 1.0)
+    noise = shape.noise or {"linear": 0.5, "mlp": 0.3}.get(shape.kind, 1.0)
+    differ = torch.tensor(shape.inside, dtype=torch.float64).expand(len(shape.sizes))
     information = float(sizes.double().log().mean().exp()) * (0.2 if shape.kind == "logistic" else 1.0)
     alone = noise * math.sqrt(d / max(1.0, information))
-    spread = alone * math.sqrt(1 + shape.inside**2)
-    inside = torch.randn(n, d, generator=draw, dtype=torch.float64) * (shape.inside * alone / math.sqrt(d))
+    spread = alone * math.sqrt(1 + float(differ.max()) ** 2)
+    inside = torch.randn(n, d, generator=draw, dtype=torch.float64) * (differ * alone / math.sqrt(d))[
+        labels
+    ].unsqueeze(1)
     theta = centres(len(shape.sizes), d, shape.gap * spread, draw)[labels] + inside
     names = torch.stack([torch.randperm(4, generator=draw) for _ in shape.sizes])[labels]
     blobs = 1.5 * torch.randn(4, d, generator=draw, dtype=torch.float64)

@@ -67,6 +67,7 @@ class AsyncL2GD(Finder):
     batch: int = setting(0, "rows per stochastic gradient; 0 means all rows", low=0, kw_only=True)
 
     theory_example: ClassVar[dict[str, Any]] = {"lambda_": 1.0, "gamma": 1.0}
+    pulls: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = Finder.reveals | {
         "measure": "aggregate",
         "share": "personal",

@@ -12,11 +12,12 @@ from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Algorithm, Reveals
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
+from coterie.engine.replies import Replies
 from coterie.models.blocks import drawn_rows
 from coterie.models.glm import Glm
 from coterie.models.heads import last_layer
 from coterie.models.linear import Linear
-from coterie.theory.cluster_tree import LARGEST, chosen, coarse, credible, cut, ward
+from coterie.theory.cluster_tree import LARGEST, chosen, coarse, credible, cut, numbered, ward
 from coterie.theory.pooled_sums import pooled_clusters
 from coterie.theory.pooled_tree import credible_sums
 from coterie.theory.sketch import clustered_part
@@ -36,11 +37,18 @@ class Found:
     """Clusters that were found: the label of every client, -1 if it did not answer, and a model for each cluster.
 
     `excess` is the variance of members in units of that of a client's fit, by cluster; None if it is not known.
+    `own` is how far from its cluster's model each client's own one is, [n, d]; None if members share it.
     """
 
     labels: Tensor
     models: Tensor
     excess: Tensor | None = None
+    own: Tensor | None = None
+
+    @property
+    def memory(self) -> dict[str, Tensor]:
+        """Return the field of a state that keeps `own`, if there is any."""
+        return {} if self.own is None else {"own": self.own}
 
 
 def together(labels: Tensor) -> Tensor:
@@ -95,9 +103,22 @@ class Finder(Algorithm):
             below = tree.members[nodes][:, fine]
             losses = self._judged(fed, r.ids, r["fit"], r["loss"], weights, below)
             labels = chosen(tree, nodes, losses, fine)
-        starts = group_weights(r["fit"], labels.to(r.ids.device), int(labels.max()) + 1)
         everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
-        return Found(everyone.index_copy(0, r.ids, labels.to(fed.device)), starts.to(r["fit"]) @ r["fit"])
+        return self._centred(everyone.index_copy(0, r.ids, labels.to(fed.device)), r)
+
+    def with_models(self, fed: Federation, labels: Tensor) -> Found:
+        """Return these clusters, each with the mean of its members' fits; who does not answer has none (-1)."""
+        r = fed.map(self.fit_alone, x=fed.initial_model(), to=(labels >= 0).nonzero().squeeze(1))
+        if len(r) == 0:
+            raise NobodyAnswered("no client answered, so there is nothing to cluster")
+        here = torch.full_like(labels, -1)
+        here[r.ids] = numbered(labels[r.ids]).to(fed.device)
+        return self._centred(here, r)
+
+    def _centred(self, labels: Tensor, r: Replies) -> Found:
+        """Return clusters whose models are the means of fits."""
+        starts = group_weights(r["fit"], labels[r.ids], int(labels.max()) + 1)
+        return Found(labels, starts.to(r["fit"]) @ r["fit"])
 
     def use_found(self, fed: Federation) -> dict[str, Tensor]:
         """Find clusters and let `fed.known_clusters` return them; return the state field that keeps them.
@@ -130,16 +151,18 @@ class Finder(Algorithm):
         good, hessians, slopes = credible_sums(hessians, slopes, rows)
         labels, excess = torch.full((len(r),), -1, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
         models = fed.initial_model().unsqueeze(0)[:0]
+        own = torch.zeros(fed.n, fed.d, dtype=fed.dtype, device=fed.device)
         if good.any():
-            labels[good], found, excess = pooled_clusters(hessians, slopes, rows[good], self.pulls)
+            labels[good], found, excess, apart = pooled_clusters(hessians, slopes, rows[good], self.pulls)
             models = found.to(models)
+            own[r.ids[good.to(fed.device)]] = apart.to(own)
         alone = (~good).nonzero().squeeze(1)
         labels[alone] = len(models) + torch.arange(len(alone))
         models = torch.cat([models, fed.initial_model().expand(len(alone), -1)])
         excess = torch.cat([excess, torch.zeros(len(alone), dtype=torch.float64)])
         everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
         labels = everyone.index_copy(0, r.ids, labels.to(fed.device))
-        return Found(labels, models, excess.to(fed.device))
+        return Found(labels, models, excess.to(fed.device), own if bool(own.any()) else None)
 
     def _judged(
         self, fed: Federation, ids: Tensor, fits: Tensor, alone: Tensor, weights: Tensor, below: Tensor

@@ -1,4 +1,4 @@
-"""Who belongs together, from what a linear layer on a network's first features would learn, before anybody trains."""
+"""Who belongs together, from what a linear model in place of a network would learn, before anybody trains."""
 
 from __future__ import annotations
 
@@ -9,34 +9,46 @@ from torch import Tensor
 
 from coterie._core import randomness
 from coterie.algorithms.base import Reveals
-from coterie.algorithms.finding import FIT_ROWS, FOLDS, Finder
+from coterie.algorithms.finding import FIT_ROWS, FOLDS, Finder, Found, sends_sums
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.models.base import Model
 from coterie.models.blocks import drawn_rows
 from coterie.models.heads import head_of
 from coterie.models.network import Network
-from coterie.theory.pooled_sums import clear_clusters
+from coterie.theory.cluster_tree import numbered
+from coterie.theory.pooled_sums import clear_clusters, pooled_clusters
 from coterie.theory.pooled_tree import credible_sums
 
-WIDTH = 16  # random combinations of the features that are used
+WIDTH = 16  # inputs up to which these are used, and random combinations of the features of models with more
 MOST_OUTPUTS = 128  # classes up to which it is done
 
 
 class HeadSums(Finder):
     """An algorithm whose networks can be told apart before they train: the phase `sum_head`.
 
-    The features of an untrained network are random functions of the inputs. Least squares of the targets (classes: one
-    and zero) on a few of them has sums over rows like any linear model, so clusters that are far apart, such as those
-    with other names for the same classes, are found at once (`coterie.theory.pooled_sums.clear_clusters`).
+    Least squares of the targets (classes: one and zero) on the inputs, or where there are many of these, on some
+    features of the untrained network, which are random functions of them, has sums over rows like any linear model. So
+    clusters that are far apart, such as those with other names for the same classes, are found at once
+    (`coterie.theory.pooled_sums`). Clusters that differ in nothing linear are found by fits or gradients.
     """
 
     name = ""
     reveals: ClassVar[Reveals] = Finder.reveals | {"sum_head": "values"}
+    optional: ClassVar[frozenset[str]] = Finder.optional | {"sum_head"}
 
-    def groups_by_heads(self, fed: Federation) -> Tensor | None:
-        """Return the group of each client, -1 if it did not answer; None if nobody did."""
-        r = fed.map(self.sum_head, x=fed.initial_model())
+    def find_clusters(
+        self, fed: Federation, ids: Tensor | None, k: int = 0, on: str = "all", width: int = 256
+    ) -> Found:
+        if not k and on == "all" and sends_heads(fed.model) and not sends_sums(fed):
+            labels = self.groups_by_heads(fed, ids)
+            if labels is not None and int(labels.max()) > 0:
+                return self.with_models(fed, labels)
+        return super().find_clusters(fed, ids, k, on, width)
+
+    def groups_by_heads(self, fed: Federation, ids: Tensor | None = None) -> Tensor | None:
+        """Return the group of each of the clients `ids` (None: all), -1 if it did not answer; None if nobody did."""
+        r = fed.map(self.sum_head, x=fed.initial_model(), to=ids)
         if len(r) == 0:
             return None
         width, outputs = _sizes(fed.model)
@@ -44,19 +56,22 @@ class HeadSums(Finder):
         slopes, rows = r["slopes"].view(len(r), FOLDS, width, outputs), r.weights.flatten().cpu()
         good, hessians, slopes = credible_sums(hessians, slopes, rows)
         labels = len(r) + torch.arange(len(r))  # who sends what no rows have is alone
-        if good.any():
+        if good.any() and outputs == 1 and _few_inputs(fed.model):
+            labels[good] = pooled_clusters(hessians, slopes.squeeze(-1), rows[good])[0]
+        elif good.any():
             labels[good] = clear_clusters(hessians, slopes, rows[good])
+        labels = numbered(labels)
         everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
         return everyone.index_copy(0, r.ids, labels.to(fed.device))
 
     def sum_head(self, client: Client, x: Tensor) -> dict[str, Tensor]:
-        """Return H and b of least squares on the features at x, summed over each fold of two rows or more."""
+        """Return H and b of least squares on the inputs or features, summed over each fold of two rows or more."""
         model = client.model
         width, outputs = _sizes(model)
 
         def summed(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             inputs, targets, weight = drawn_rows(inputs, targets, weight, FIT_ROWS)
-            seen = model.hidden_features(w, inputs).to(w.dtype)
+            seen = inputs.to(w.dtype) if _few_inputs(model) else model.hidden_features(w, inputs).to(w.dtype)
             if seen.shape[-1] >= width:
                 seen = seen @ _mixture(seen)
             seen = torch.cat([seen, torch.ones_like(seen[..., :1])], -1)
@@ -92,10 +107,17 @@ def sends_heads(model: Model) -> bool:
 
 
 def _sizes(model: Model) -> tuple[int, int]:
-    """Return the number of features, the one for the intercept included, and of outputs."""
+    """Return the number of columns, the one for the intercept included, and of outputs."""
     head = head_of(model)
-    assert head is not None and head.features is not None
-    return min(head.features, WIDTH + 1), model.classes_known
+    assert head is not None and head.features is not None and isinstance(model, Network)
+    columns = model.features[0] + 1 if model.features and _few_inputs(model) else head.features
+    return min(columns, WIDTH + 1), model.classes_known
+
+
+def _few_inputs(model: Model) -> bool:
+    """Return True if rows are vectors of at most WIDTH numbers."""
+    shape = model.features if isinstance(model, Network) else None
+    return shape is not None and len(shape) == 1 and shape[0] <= WIDTH
 
 
 def _mixture(features: Tensor) -> Tensor:

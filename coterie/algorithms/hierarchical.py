@@ -109,6 +109,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         0, "clusters of grouping = mixture; 0: as many as the evidence asks for", low=0
     )
     row_by_row: ClassVar[bool] = True
+    pulls: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = Finder.reveals | {
         "train": "model",
         "curve": "gradient",

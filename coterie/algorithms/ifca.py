@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Reveals, setting
-from coterie.algorithms.finding import Finder
+from coterie.algorithms.head_sums import HeadSums
 from coterie.algorithms.several_starts import several_starts
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -21,7 +21,7 @@ from coterie.theory.cluster_quality import cluster_quality
 
 
 @dataclass(frozen=True)
-class Ifca(Finder):
+class Ifca(HeadSums):
     """Iterative federated clustering (Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, arXiv:2006.04088).
 
     client i:  k(i) = argmin_k f_i(theta_k) on all its rows (judge="batch": all theta_k on one minibatch)
@@ -30,7 +30,8 @@ class Ifca(Finder):
     average="model":  theta_k <- mean of the models of k(i)=k after `steps` SGD steps; an unused model stays
 
     clusters = 0: the number of models and their starts come from clients that fitted alone, by their held-out rows;
-    then models are offered one by one to clients that have company, and who is alone stays so.
+    then models are offered one by one to clients that have company, and who is alone stays so. Where sums over rows
+    say that members of a cluster differ, each deploys theta_k plus what its own rows add (empirical Bayes).
 
     IFCA collapses from bad starts. Deviation: with restarts > 1, that many sets of models are trained for `trial`
     rounds, and the set with the lowest mean of min_k f_i is kept. More models than clients are allowed; the surplus
@@ -69,7 +70,8 @@ class Ifca(Finder):
         "size", "weight clients by their rows (size) or equally (uniform)", options=("size", "uniform")
     )
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
-    reveals: ClassVar[Reveals] = Finder.reveals | {
+    pulls: ClassVar[bool] = True
+    reveals: ClassVar[Reveals] = HeadSums.reveals | {
         "train": "model",
         "explore": "model",
         "weigh": "aggregate",
@@ -124,20 +126,26 @@ class Ifca(Finder):
         """Find the clusters in the first round; then train each client's model, the one that fits it best."""
         if s.tried == 0:
             found = self.find_clusters(fed, ids)
-            return State(models=found.models, labels=found.labels, tried=1)
+            return State(models=found.models, labels=found.labels, tried=1, **found.memory)
         labels = self._offered(fed, s, ids)
         asked = fed.everyone if ids is None else ids
         asked = asked[labels[asked] >= 0]
         r = fed.map(self.improve, each={"x": s.models[labels[asked]]}, to=asked)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
-        return State(models=self._averaged(s.models, r, UNNAMED, labels), labels=labels, tried=s.tried + 1)
+        models = self._averaged(s.models, r, UNNAMED, labels)
+        return s.replace(models=models, labels=labels, tried=s.tried + 1)
 
     def _offered(self, fed: Federation, s: State, ids: Tensor | None) -> Tensor:
-        """Return labels after every model of several clients was offered to all clients that are not alone."""
+        """Return labels after every model of several clients was offered to all clients that are not alone.
+
+        Who differs from its cluster, and adds to its model what its own rows say, stays there.
+        """
         count = torch.bincount(s.labels.clamp(min=0), s.labels >= 0, minlength=len(s.models))
         asked = fed.everyone if ids is None else ids
         social = asked[(s.labels[asked] < 0) | (count[s.labels[asked].clamp(min=0)] > 1)]
+        if "own" in s:
+            social = social[~s.own[social].any(-1)]
         lowest = torch.full((fed.n,), torch.inf, dtype=torch.float64, device=fed.device)
         labels: Tensor = s.labels.clone()
         for k in (count > 1).nonzero().squeeze(1).tolist() if len(social) and len(s.models) > 1 else []:
@@ -158,6 +166,7 @@ class Ifca(Finder):
         if self.clusters:
             return {"models": s.models}, {}
         own = s.models[s.labels.clamp(min=0)]
+        own = own + s.own if "own" in s else own
         return {}, {"x": torch.where((s.labels >= 0).unsqueeze(-1), own, s.models.mean(0))}
 
     def deploy(self, client: Client, models: Tensor | None = None, x: Tensor | None = None) -> Tensor:
@@ -178,7 +187,13 @@ class Ifca(Finder):
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         sets = self.restarts
         given = {"train": (self.clusters * d, d + 1), "explore": (sets * self.clusters * d, sets * (d + 2))}
-        return {**given, **self.finding_traffic(d), "weigh": (d, 1), "improve": (d, d)}
+        return {
+            **given,
+            **self.finding_traffic(d),
+            **self.head_traffic(d),
+            "weigh": (d, 1),
+            "improve": (d, d),
+        }
 
     def _chosen(self, client: Client, models: Tensor, judge: str = "all") -> tuple[Tensor, Tensor, Tensor]:
         """Return the model that fits best, its number and its loss."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from coterie._core.errors import NobodyAnswered, SettingError
 from coterie._core.randomness import key
 from coterie.algorithms.base import Reveals, setting
-from coterie.algorithms.finding import Finder
+from coterie.algorithms.head_sums import HeadSums
 from coterie.algorithms.neighbours import theory_steps
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -32,7 +32,7 @@ HEAVIEST = 4.0  # times the median number of rows: no client weighs more in a ce
 
 
 @dataclass(frozen=True)
-class PflTc(Finder):
+class PflTc(HeadSums):
     """Threshold clustering of client momentums by the server (Threshold-Clustering of Similar Clients, 2022).
 
     at="own", as printed:  m_i <- momentum u_i(x_i) + (1 - momentum) m_i,   V = Threshold-Clustering({m_i}),
@@ -43,11 +43,12 @@ class PflTc(Finder):
         clusters > 0 everybody answers at every y_k and joins the k with the smallest |u_i(y_k) - v_k|
 
     u_i is a gradient (steps = 1) or (x - y)/lr after local steps. clusters = 0: held-out rows choose the clusters in a
-    tree of the clients' own fits, from one for all to everybody alone. The page of this algorithm lists corrected signs
-    and the corrected divisor. At own points all gradients vanish at the clients' optima, so that clusters merge; at
-    common points they do not. Deviations: the fits, because one gradient tells too little and a bad first clustering is
-    never left; with at="common" the momentum is that of the centre, which equals the centre of momentums while balls
-    are stable, so that no client stores K vectors.
+    tree of the clients' own fits, from one for all to everybody alone. Where sums over rows say that members differ,
+    client i deploys y_k + o_i, o_i what its own rows add to the fit of its cluster (empirical Bayes, at the start). The
+    page of this algorithm lists corrected signs and the corrected divisor. At own points all gradients vanish at the
+    clients' optima, so that clusters merge; at common points they do not. Deviations: the fits, because one gradient
+    tells too little and a bad first clustering is never left; with at="common" the momentum is the centre's, which
+    equals the centre of momentums while balls are stable, so that no client stores K vectors.
 
     Examples
     --------
@@ -80,6 +81,7 @@ class PflTc(Finder):
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
     participation: float = setting(1.0, "fraction of the clients sampled per round", above=0, high=1)
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    pulls: ClassVar[bool] = True
 
     @classmethod
     def from_theory(cls, fed: Federation, *, lr: float | None = None, **settings: Any) -> Self:
@@ -105,7 +107,7 @@ class PflTc(Finder):
     def fit_steps(self) -> int:
         return self.warmup
 
-    reveals: ClassVar[Reveals] = Finder.reveals | {
+    reveals: ClassVar[Reveals] = HeadSums.reveals | {
         "train": "model",
         "slope": "gradient",
         "curvature": "aggregate",
@@ -155,7 +157,7 @@ class PflTc(Finder):
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         given = {"begin": (0, 0), "curvature": (0, 1), "train": (d, d), "slope": (d, d)}
-        return {**given, **self.finding_traffic(d)}
+        return {**given, **self.finding_traffic(d), **self.head_traffic(d)}
 
     def _path(self, client: Client, x: Tensor, steps: int) -> Tensor:
         """Return the sum of the gradients along so many local steps from x."""
@@ -169,6 +171,7 @@ class PflTc(Finder):
         if self.at == "own":
             return models
         own = models[s.labels.clamp(min=0)]
+        own = own + s.own if "own" in s else own
         return torch.where((s.labels >= 0).unsqueeze(-1), own, models.mean(0))
 
     def _at_own_points(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
@@ -178,15 +181,17 @@ class PflTc(Finder):
         v = (found.weights.to(r.values) @ r.values)[found.membership]
         models = s.models.index_copy(0, r.ids, s.models[r.ids] - self.lr * v)
         labels = align_labels(found.membership, s.labels[r.ids], k + self.spare)
-        return State(k=k, models=models, momentum=s.momentum, labels=s.labels.index_copy(0, r.ids, labels))
+        return s.replace(k=k, models=models, labels=s.labels.index_copy(0, r.ids, labels))
 
     def _first_clusters(self, fed: Federation, s: State, ids: Tensor | None) -> State:
         """Find the clusters among clients that fitted alone; their centres are the first models."""
         found = self.find_clusters(
             fed, ids, self.clusters + (self.clusters and self.spare), self.cluster_on, self.width
         )
-        k = len(found.models)
-        return State(k=k, models=found.models, momentum=torch.zeros_like(found.models), labels=found.labels)
+        still = torch.zeros_like(found.models)
+        return s.replace(
+            k=len(still), models=found.models, momentum=still, labels=found.labels, **found.memory
+        )
 
     def _at_cluster_models(self, fed: Federation, s: State, ids: Tensor | None) -> State:
         models, momentum = s.models.clone(), s.momentum.clone()
@@ -205,7 +210,7 @@ class PflTc(Finder):
             models[c] = models[c] - self.lr * momentum[c]
         nearest, labels = distance.min(0)
         stays = ~torch.isfinite(nearest) | ((self.clusters == 0) & (s.labels >= 0))
-        return State(k=s.k, models=models, momentum=momentum, labels=torch.where(stays, s.labels, labels))
+        return s.replace(models=models, momentum=momentum, labels=torch.where(stays, s.labels, labels))
 
     def _centre(self, fed: Federation, r: Replies, members: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights [N] of the threshold centre of the members' answers, and all distances from it."""

@@ -13,9 +13,10 @@ from torch import Tensor
 from coterie.theory.pooled_tree import HEAVIEST, apart, columns, joined, least_losses
 
 BARS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 1e9)  # times the best cut through chance; the last joins all
+WIDE_BARS = (*BARS[:-1], 3.0, 5.0, 8.0, 14.0, 24.0, 40.0, BARS[-1])  # if members have models of their own
 USUAL = 2.0  # the bar if no rows can be held out
 CLEAR = 2.0  # standard errors that are given to chance
-NEAR = 0.5  # standard errors within which the largest bar is taken
+NEAR, NEAR_PULLED = 0.5, 1.0  # standard errors within which the largest bar is taken
 ENOUGH = 2  # rows for each parameter that are left when some are held out
 EXACT = 1e-7  # of what models explain: less noise than that is rounding
 RIDGE, TRIAL_RIDGE = 1e-3, 1e-2  # of the information of one row
@@ -166,12 +167,15 @@ def shrunken(hessians: Tensor, slopes: Tensor, labels: Tensor, differ: Tensor, r
 
 def pooled_clusters(
     hessians: Tensor, slopes: Tensor, rows: Tensor, pulled: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the clusters that held-out folds choose, the best model of each, and how much its members differ.
 
     For each of `BARS` there are clusters, from much apart to much together. They are made anew without each fold, and
     the loss on that fold of the models so found says which bar is best; a larger one is taken if it is hardly worse.
     Rows of a client are held out only if two for each parameter are left; if nobody has so many, the bar is 2.
+
+    If members are pulled, clusters may be wide (`WIDE_BARS`): clients that differ by more than chance still gain by a
+    weak pull to what they have in common.
 
     Parameters
     ----------
@@ -187,14 +191,15 @@ def pooled_clusters(
     Returns
     -------
     tuple of Tensor
-        Cluster of each client, int64 [n]; models [clusters, d]; and what `excess` returns [clusters].
+        Cluster of each client, int64 [n]; models [clusters, d]; what `excess` returns [clusters]; and how far from its
+        cluster's model a client's own is, [n, d], zero unless members are pulled and differ.
 
     Examples
     --------
     >>> import torch
     >>> from coterie.theory.pooled_sums import pooled_clusters
     >>> slopes = torch.tensor([0.0, 0.1, 5.0, 5.1]).view(4, 1, 1) + torch.tensor([-0.1, 0.1]).view(1, 2, 1)
-    >>> labels, models, _ = pooled_clusters(torch.ones(4, 2, 1, 1), slopes, torch.full((4,), 4.0))
+    >>> labels, models, *_ = pooled_clusters(torch.ones(4, 2, 1, 1), slopes, torch.full((4,), 4.0))
     >>> labels.tolist(), models.flatten().round(decimals=2).tolist()
     ([0, 0, 1, 1], [0.05, 5.05])
     """
@@ -202,13 +207,14 @@ def pooled_clusters(
     pieces = (hessians.abs().amax((-2, -1)) > 0).sum(1).clamp(min=1)
     several = rows.double() * (1 - 1 / pieces) >= ENOUGH * slopes.shape[-1]
     ridge = _ridge(hessians, rows)
-    losses = torch.zeros(len(BARS), *hessians.shape[:2], dtype=torch.float64)
+    bars = WIDE_BARS if pulled else BARS
+    losses = torch.zeros(len(bars), *hessians.shape[:2], dtype=torch.float64)
     for fold in range(hessians.shape[1]):
         held, pull = (part[:, fold] * _wide(several, part[:, fold]) for part in (hessians, slopes))
         left, pulls = hessians.clone(), slopes.clone()
         left[several, fold], pulls[several, fold] = 0.0, 0.0
         done: dict[tuple[int, ...], Tensor] = {}  # several bars often give the same clusters
-        for k, labels in enumerate(_by_bar(left, pulls, ridge)):
+        for k, labels in enumerate(_by_bar(left, pulls, ridge, bars)):
             same = tuple(labels.tolist())
             if same not in done:
                 trial = ridge * (TRIAL_RIDGE / RIDGE)
@@ -218,11 +224,13 @@ def pooled_clusters(
             losses[k, :, fold] = done[same]
     flat = losses.flatten(1)
     more = flat - flat[flat.sum(1).argmin()]
-    near = more.sum(1) <= NEAR * more.std(1) * flat.shape[1] ** 0.5
-    best = int(near.nonzero().max()) if several.any() else BARS.index(USUAL)
-    labels = _by_bar(hessians, slopes, ridge)[best]
+    near = more.sum(1) <= (NEAR_PULLED if pulled else NEAR) * more.std(1) * flat.shape[1] ** 0.5
+    best = int(near.nonzero().max()) if several.any() else bars.index(USUAL)
+    labels = _by_bar(hessians, slopes, ridge, bars)[best]
     models = _solved(hessians.sum(1), slopes.sum(1), labels, ridge)[1].squeeze(-1)
-    return labels, models, excess(hessians, slopes, labels, ridge)
+    differ = excess(hessians, slopes, labels, ridge)
+    own = shrunken(hessians, slopes, labels, differ * pulled, ridge) - models[labels]
+    return labels, models, differ, torch.where((differ * pulled > 0)[labels].unsqueeze(1), own, 0.0)
 
 
 def clear_clusters(hessians: Tensor, slopes: Tensor, rows: Tensor) -> Tensor:
@@ -311,7 +319,7 @@ def _by_bar(
     hessians: Tensor,
     slopes: Tensor,
     ridge: Tensor,
-    bars: tuple[float, ...] = BARS,
+    bars: tuple[float, ...],
     filled: float | None = None,
 ) -> list[Tensor]:
     """Return clusters for each bar."""

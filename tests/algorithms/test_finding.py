@@ -106,14 +106,17 @@ def test_cobo_looks_again_where_somebody_did_not_answer_at_first():
     assert "final" not in every.state and every.fed.ledger.total("messages_up", phase="probe") > 0
 
 
-def renamed(seed, count, rows=40, classes=4, named=True):
+def renamed(seed, count, rows=40, classes=4, named=True, inputs=6):
     """Clients whose classes are blobs; every second one has other names for them."""
     rng = np.random.default_rng(seed)
-    blobs, names = 1.5 * rng.normal(size=(classes, 6)), (np.arange(classes), np.roll(np.arange(classes), 1))
+    blobs, names = (
+        1.5 * rng.normal(size=(classes, inputs)),
+        (np.arange(classes), np.roll(np.arange(classes), 1)),
+    )
     xs, ys = [], []
     for k in range(count):
         kind = rng.integers(classes, size=rows)
-        xs.append((blobs[kind] + rng.normal(size=(rows, 6))).astype(np.float32))
+        xs.append((blobs[kind] + rng.normal(size=(rows, inputs))).astype(np.float32))
         ys.append(names[k % 2 if named else 0][kind])
     model = models.mlp(hidden=(24,))
     return Federation.from_arrays(
@@ -121,10 +124,11 @@ def renamed(seed, count, rows=40, classes=4, named=True):
     )
 
 
-def test_sums_of_heads_are_those_of_least_squares_on_the_untrained_features():
-    fed, cobo = renamed(0, 3), make("cobo")
+@pytest.mark.parametrize("inputs", [6, WIDTH + 4])
+def test_sums_of_heads_are_those_of_least_squares_on_inputs_or_untrained_features(inputs):
+    fed, cobo = renamed(0, 3, inputs=inputs), make("cobo")
     r = fed.map(cobo.sum_head, x=fed.initial_model())
-    width = WIDTH + 1
+    width = min(inputs, WIDTH) + 1
     hessians, slopes = r["hessians"].view(3, FOLDS, width, width), r["slopes"].view(3, FOLDS, width, 4)
     count = hessians.sum(1)[:, -1, -1]  # of the intercept
     np.testing.assert_allclose(count, [40.0] * 3, rtol=1e-5)
@@ -161,3 +165,28 @@ def test_methods_for_known_clusters_run_on_those_that_are_found(name, setting):
     found = fit(unknown, make(name, **{setting: "found"}), rounds=20, evaluate_every=0)
     assert found.state.found_clusters.tolist() == [0, 1] * 3
     torch.testing.assert_close(found.personal, told.personal, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["pfl-tc", "ifca"])
+def test_members_that_differ_deploy_the_model_of_their_cluster_and_what_their_rows_add(name):
+    rng = np.random.default_rng(1)
+    truth = np.repeat([[4.0, 0, 0], [-4.0, 1, 1]], 8, axis=0) + 0.15 * rng.normal(size=(16, D))
+    xs = [rng.normal(size=(30, D)) for _ in truth]
+    ys = [x @ own + 0.5 * rng.normal(size=30) for x, own in zip(xs, truth, strict=True)]
+    run = fit(Federation.from_arrays(xs, ys, models.linear()), make(name), rounds=30, evaluate_every=0)
+    state = run.state
+    assert len(state.models) == 2 and state.own.any()
+    torch.testing.assert_close(run.personal, state.models[state.labels] + state.own)
+    alone = np.stack([np.linalg.lstsq(x, y, rcond=None)[0] for x, y in zip(xs, ys, strict=True)])
+    error, of_alone = (np.linalg.norm(one - truth, axis=1).mean() for one in (run.personal.numpy(), alone))
+    assert error < 0.97 * of_alone
+    assert "own" not in fit(world(), make(name), rounds=2).state
+
+
+@pytest.mark.parametrize("name", ["pfl-tc", "ifca"])
+def test_networks_under_other_names_are_told_apart_before_they_train(name):
+    fed = renamed(1, 10)
+    run = fit(fed, make(name), rounds=2, evaluate_every=0)
+    same = run.state.labels.unsqueeze(1) == run.state.labels
+    assert torch.equal(same, fed.clusters.unsqueeze(1) == fed.clusters)
+    assert run.fed.ledger.total("messages_up", phase="sum_head") == 10

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.theory.pooled_sums import dispersion, excess, pooled_clusters
+from coterie.theory.pooled_sums import dispersion, excess, pooled_clusters, shrunken
 from coterie.theory.pooled_tree import apart, best_cut, credible_sums, joined
 
 FOLDS = 5
@@ -93,7 +93,7 @@ def test_clusters_four_spreads_apart_are_found(sizes, rows, d):
     for seed in range(10):
         centres = spread_centres(len(sizes), d, 6 * 0.5 * np.sqrt(d / usual), seed)
         data, truth = drawn(centres, sizes, rows, seed=seed)
-        labels, models, _ = pooled_clusters(*sums(data))
+        labels, models, *_ = pooled_clusters(*sums(data))
         right += same(labels, truth)
         if same(labels, truth):
             assert np.abs(models[labels].numpy() - centres[truth]).max() < 1.0
@@ -171,3 +171,46 @@ def test_a_larger_bar_joins_more_and_the_bar_is_that_of_chance():
             2 * float(joined(torch.eye(5).double().expand(12, 5, 5), cloud, torch.zeros(5)).costs[-1]) / 5
         )
     assert 0.5 * best_cut(5.0, 12) < np.median(cuts) < best_cut(5.0, 12)
+
+
+@pytest.mark.slow
+def test_members_that_differ_are_one_cluster_with_models_of_their_own():
+    """Members that differ as much as their fits err: pulled models beat one for each cluster, and training alone."""
+    right, errors = 0, []
+    for seed in range(10):
+        centres = spread_centres(2, 4, 0.9, seed)
+        data, truth = drawn(centres, (8, 8), 40, inside=0.08, seed=seed)
+        hessians, slopes, rows = sums(data)
+        labels, models, differ, own = pooled_clusters(hessians, slopes, rows, pulled=True)
+        right += same(labels, truth)
+        assert (own != 0).any(1).equal((differ > 0)[labels])
+        shared, shared_models, *_, none = pooled_clusters(hessians, slopes, rows)
+        assert not none.any()
+        alone = torch.linalg.solve(hessians.sum(1), slopes.sum(1).unsqueeze(-1)).squeeze(-1)
+        true = torch.tensor(_thetas(centres, truth, 40, 0.08, seed))
+        found = (models[labels] + own, shared_models[shared], alone)
+        errors.append([float((one - true).norm(dim=1).mean()) for one in found])
+    pulled, one_each, by_themselves = np.mean(errors, 0)
+    assert right >= 8 and pulled < 0.95 * min(one_each, by_themselves)
+
+
+def test_own_models_are_the_posterior_means_of_a_normal_hierarchy():
+    """Against ridge regression on the rows, one client at a time, around the cluster's least squares."""
+    data, labels = drawn(np.ones((1, 3)), (4,), (8, 30), inside=0.5)
+    hessians, slopes, _ = sums(data)
+    e, none = 2.5, torch.zeros(3)
+    found = shrunken(hessians, slopes, torch.tensor(labels), torch.tensor([e]), none)
+    x, y = (np.concatenate([one[part] for one in data]) for part in (0, 1))
+    centre, prior = np.linalg.lstsq(x, y, rcond=None)[0], x.T @ x / 4 / e
+    for i, (x, y, _) in enumerate(data):
+        by_hand = centre + np.linalg.solve(x.T @ x + prior, x.T @ (y - x @ centre))
+        np.testing.assert_allclose(found[i], by_hand, rtol=1e-6)
+
+
+def _thetas(centres, labels, rows, inside, seed):
+    """Parameters of the clients that `drawn` draws."""
+    rng, found = np.random.default_rng(seed), []
+    for k in labels:
+        found.append(centres[k] + inside * rng.normal(size=centres.shape[1]))
+        rng.normal(size=(rows, centres.shape[1])), rng.normal(size=rows)
+    return np.array(found)
