@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +28,7 @@ from coterie.data.image_folders import image_shape
 from coterie.deploy import audit as logs
 from coterie.deploy import federation_folder, keys, live_page, membership
 from coterie.deploy import policy as policies
-from coterie.deploy.guard import Guard
+from coterie.deploy.consent import Consent
 from coterie.deploy.policy import Policy
 from coterie.deploy.policy_words import explain
 from coterie.models.installed import install
@@ -114,12 +115,18 @@ def policy(
     models: ModelsOption = None,
     kind: KindOption = "table",
     approve: Annotated[bool, typer.Option("--approve", help="let every run wait for your approval")] = False,
+    epsilon: Annotated[
+        float,
+        typer.Option(
+            min=0.0, metavar="E", help="privacy of rows that all runs together may cost; inf: no limit"
+        ),
+    ] = math.inf,
 ) -> None:
     """Write a strict policy for a node's table, images or texts and explain it. Edit policy.toml to change it."""
     federation_folder.require_new_policy(folder)
     require_kind(kind)
     own = [name for path in models or () for name in install(path)]
-    more = {"min_rows": min_rows, "approve": approve}
+    more: dict[str, Any] = {"min_rows": min_rows, "approve": approve, "epsilon": epsilon}
     if kind == "images":
         strict = Policy.for_images(image_shape(data), **more)
     elif kind == "texts":
@@ -144,12 +151,13 @@ def approve(
 ) -> None:
     """Show the runs that wait for the owner of a node, with how they fit its policy, or approve one."""
     place = folder / "state" if state is None else state
-    guard = Guard(Policy.read(federation_folder.policy_path(folder)), place)
+    Policy.read(federation_folder.policy_path(folder))  # a folder without one is no node's
+    consent = Consent(place)
     if run is not None:
-        guard.approve(run)
+        consent.approve(run)
         console.show(f"Approved {run}.")
         return
-    waiting = guard.pending()
+    waiting = consent.pending()
     for name, told in waiting.items():
         console.show(
             f"{name}: {printable(told['algorithm'], 500)}, {printable(told.get('rounds'), 30)} rounds"
@@ -157,6 +165,11 @@ def approve(
         console.show(
             f"  target {printable(told['roles'].get('target'))}; columns {', '.join(told['columns'])}"
         )
+        protected = [
+            "secure sums" if told.get("secure") else "single answers",
+            f"privacy {printable(told['privacy'])}" if told.get("privacy") else "no noise",
+        ]
+        console.show(f"  model {printable(told.get('model'), 60)}; {', '.join(protected)}")
         fits = told["problems"] or ["it fits the policy"]
         console.show(*(f"  {printable(line)}" for line in fits))
     console.show(f"{len(waiting)} runs wait. Approve one: coterie federate approve {folder} RUN")

@@ -16,7 +16,7 @@ from coterie.data.column_facts import ColumnFacts
 from coterie.data.federated import Roles
 from coterie.data.statistics import Levels, Moments, Statistics
 from coterie.data.table_spec import TableSpec
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.policy import Policy
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ nobody a fresh allowance.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -18,34 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie._core import files
 from coterie._core.errors import CoterieError
 from coterie._core.printable import printable
 from coterie.algorithms import all_algorithms, find
 from coterie.algorithms.base import Algorithm
 from coterie.data.federated import Roles
 from coterie.deploy.audit import AuditLog, verify
+from coterie.deploy.consent import AGAIN, Consent, Refusal, digest, is_count
 from coterie.deploy.policy import Policy
+from coterie.engine.privacy import Privacy
 from coterie.models.zoo import FACTORIES
 
-APPROVED, PROPOSALS = "approved", "proposals"
 MOST_LEVELS = 10_000  # levels of one column in an encoding
 MOST_CALLS = 1000  # in one round; round and call decide which rows are in a minibatch
 RUN = re.compile(r"[a-z0-9]{8,64}")
 SPLITS = ("train", "validation", "test")
-AGAIN = "refit"  # ends the name of a run that trains the models of another one again
 REFIT = ("none", "validation", "all")  # each lets more rows train
 FOUND = ("model", "features", "outputs", "classes")  # of a network; the node's own rows decide
 MOST_SIZES = 64  # entries of one setting of a model, such as widths of layers
 STEPS = ("histogram", "moments")  # of secure statistics
-
-
-class Refusal(CoterieError):
-    """A message that the policy forbids. Its text leaves the node, so it never quotes a row."""
-
-
-class Pending(CoterieError):
-    """A run that the node's owner has not approved yet."""
+ROUNDING = 1e-9  # relative, of sums of privacy budgets
 
 
 class Guard:
@@ -62,12 +53,13 @@ class Guard:
     """
 
     def __init__(self, policy: Policy, state: Path, audit: AuditLog | None = None) -> None:
-        self.policy, self.state, self.audit = policy, state, audit
+        self.policy, self.audit, self.consent = policy, audit, Consent(state, audit)
         self.day, self.today = "", 0
         self.started_today: set[str] = set()
         self.by_run: Counter[str] = Counter()
         self.numberings: set[str] = set()
         self.questions: dict[str, str] = {}
+        self.budgets: dict[str, dict[str, Any]] = {}  # privacy of the rows that a run may cost
         if audit is not None and audit.path.exists():
             for entry in verify(audit.path):
                 self._count(entry)
@@ -99,24 +91,29 @@ class Guard:
             self._require_bounded(header, tensors)
             if kind in ("hello", "statistics", "open"):
                 self._require_roles(header["roles"])
-            if kind == "hello":
+            if kind == "hello" and policy.approve:
                 self._require_proposal(run, header)
+                entry["approved"] = True
             if kind == "statistics" and policy.kind != "table":
                 raise Refusal(f"there are no statistics of {policy.kind}")
             if kind == "statistics":
-                self._require_approved(run, None)
+                if policy.approve:
+                    self.consent.require(run, None)
                 entry["numbering"] = self._numbering(header, tensors)
                 entry["question"] = self._question(run, header, tensors)
+                entry |= self._budget(run, (header.get("about") or {}).get("privacy"))
             if kind == "open":
                 entry["numbering"] = self._numbering(header, tensors)
-                self._require_approved(run, header["setup"]["algorithm"])
+                if policy.approve:
+                    self.consent.require_protected(run, header["setup"])
                 self._require_refit(run, header["setup"].get("refit", "none"))
                 self._require_setup(header["setup"])
+                entry |= self._budget(run, header["setup"].get("privacy"))
                 entry["algorithm"] = header["setup"]["algorithm"]["name"]
             if kind in ("call", "deploy", "score", "finish"):
-                self._require_round(header)
+                self._require_round(run, header)
             if kind in ("call", "score"):
-                self._require_scores(header, kind)
+                self._require_scores(run, header, kind)
             if kind == "call":
                 entry["phase"] = header["phase"]
         finally:
@@ -138,22 +135,6 @@ class Guard:
                 f"policy: {algorithm.name}'s {phase} reveals {disclosure}, which this node does not"
             )
         return disclosure
-
-    def pending(self) -> dict[str, Any]:
-        """Return the runs that wait for the owner's approval, by run."""
-        folder = self.state / PROPOSALS
-        found = {path.stem: files.read_json(path) for path in sorted(folder.glob("*.json"))}
-        return {run: told for run, told in found.items() if not (self.state / APPROVED / run).exists()}
-
-    def approve(self, run: str) -> None:
-        """Approve a run that waits."""
-        if run not in self.pending():
-            raise CoterieError(f"no run {run!r} waits for approval")
-        proposal = files.read_json(self.state / PROPOSALS / f"{run}.json")
-        refit = str(proposal.get("refit", "none"))
-        files.write_text(self.state / APPROVED / run, f"{_digest(proposal['algorithm'])} {refit}\n")
-        if self.audit is not None:
-            self.audit.write(kind="approved", run=run)
 
     def fit(self, proposal: Mapping[str, Any]) -> list[str]:
         """Return what of a proposed run does not fit the policy, in words; [] if all does."""
@@ -206,6 +187,8 @@ class Guard:
         self.by_run[run] += int(entry["cost"])
         if entry.get("numbering"):
             self.numberings.add(str(entry["numbering"]))
+        if entry.get("privacy"):
+            self.budgets[run] = json.loads(entry["privacy"])
         if entry.get("question"):
             self.questions[f"{run} {str(entry['question']).partition(' ')[0]}"] = str(entry["question"])
 
@@ -244,13 +227,13 @@ class Guard:
             raise Refusal("policy: rows are split " + " / ".join(f"{part:g}" for part in policy.split))
         if policy.seed is not None and header["seed"] is not policy.seed and header["seed"] != policy.seed:
             raise Refusal(f"policy: the seed is {policy.seed}")
-        digest = _digest(tensors["ids"].tolist())
-        if digest not in self.numberings and len(self.numberings) >= policy.splits:
+        numbering = digest(tensors["ids"].tolist())
+        if numbering not in self.numberings and len(self.numberings) >= policy.splits:
             raise Refusal(
                 "policy: the server numbered this node's clients differently before, which gives another split of the "
                 f"rows; {policy.splits} numbering(s) are allowed ([limits] splits)"
             )
-        return digest
+        return numbering
 
     def _question(self, run: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         """Return the digest of a question for statistics; refuse a second, different one in the same run."""
@@ -263,10 +246,10 @@ class Guard:
             raise Refusal("there are no such statistics")
         if self.policy.secure and (about is None or about["secure"] is not True):
             raise Refusal("policy: statistics leave in secure sums only; start the run with --secure")
-        digest = f"{step} {_digest([header['spec'], tensors['ids'].tolist(), about])}"
-        if self.questions.get(f"{run} {step}", digest) != digest:
+        question = f"{step} {digest([header['spec'], tensors['ids'].tolist(), about])}"
+        if self.questions.get(f"{run} {step}", question) != question:
             raise Refusal("policy: statistics are answered once per run")
-        return digest
+        return question
 
     def _require_spec(self, spec: Mapping[str, Any]) -> None:
         policy, columns = self.policy, self.policy.columns
@@ -288,7 +271,7 @@ class Guard:
             self._require_classes(setup["classes"])
         else:
             self._require_setting("context", setup["context"])
-            if not _is_count(setup["context"]) or setup["context"] < 1:
+            if not is_count(setup["context"]) or setup["context"] < 1:
                 raise Refusal("policy: a row has at least one token")
         sums = setup.get("sums") or {}
         if policy.secure and sums.get("secure") is not True:
@@ -364,15 +347,44 @@ class Guard:
                 f"policy: {printable(name, 60)} = {printable(value, 60)} is outside what is allowed"
             )
 
-    def _require_round(self, header: Mapping[str, Any]) -> None:
+    def _require_round(self, run: str, header: Mapping[str, Any]) -> None:
         t, call = header["round"], header.get("call", 0)
-        if not _is_count(t) or t > self.policy.rounds:
-            raise Refusal(f"policy: at most {self.policy.rounds} rounds in a run")
-        if not _is_count(call) or call > MOST_CALLS:
+        approved = self.consent.approved(run) if self.policy.approve else None
+        most = self.policy.rounds if approved is None else min(self.policy.rounds, approved["rounds"])
+        if not is_count(t) or t > most:
+            raise Refusal(f"policy: at most {most} rounds in a run")
+        if not is_count(call) or call > MOST_CALLS:
             raise Refusal(f"policy: at most {MOST_CALLS} calls in a round")
 
-    def _require_scores(self, header: Mapping[str, Any], kind: str) -> None:
+    def _budget(self, run: str, given: Any) -> dict[str, Any]:
+        """Return what the log says of the privacy that a run may cost; refuse one that costs too much, or another one.
+
+        Budgets of runs add up. What a run may cost is fixed by its first message that says so.
+        """
+        policy, before = self.policy, self.budgets.get(run)
+        told = None if given is None else {k: v for k, v in dict(given).items() if k != "clients"}
+        if before is not None and told != before:
+            raise Refusal("policy: a run keeps the privacy budget with which it began")
+        asked = None if told is None else Privacy(**told)
+        if math.isfinite(policy.epsilon):
+            others = [one for name, one in self.budgets.items() if name != run and one["unit"] == "row"]
+            if asked is None or asked.unit != "row":
+                raise Refusal(
+                    "policy: gradients leave with noise only; start the run with --epsilon --unit row"
+                )
+            for name in ("epsilon", "delta"):
+                spent, most = sum(one[name] for one in others), getattr(policy, name)
+                if spent + getattr(asked, name) > most * (1 + ROUNDING):
+                    raise Refusal(
+                        f"policy: all runs together may cost {name} {most:g}; {spent:g} is spent, and this run asks "
+                        f"for {getattr(asked, name):g}"
+                    )
+        return {} if asked is None else {"privacy": json.dumps(asked.to_json())}
+
+    def _require_scores(self, run: str, header: Mapping[str, Any], kind: str) -> None:
         split = header.get("split", "")
+        if split == "train" and (run in self.budgets or math.isfinite(self.policy.epsilon)):
+            raise Refusal("policy: training rows are not scored in a run that keeps them private")
         if split not in SPLITS if kind == "score" else split not in ("", *SPLITS):
             raise Refusal(f"there is no split {printable(split, 60)}")
         for name in header.get("metrics", ()):
@@ -380,45 +392,21 @@ class Guard:
                 raise Refusal(f"policy: the metric {printable(name, 60)} is not allowed")
 
     def _require_proposal(self, run: str, header: Mapping[str, Any]) -> None:
-        if not self.policy.approve:
-            return
+        """Show the owner what a run says that it will do; refuse it until the owner approves."""
         proposal = header.get("proposal")
         if not run or not isinstance(proposal, dict) or not isinstance(proposal.get("algorithm"), dict):
             raise Refusal("policy: the owner approves every run, so a run has to say what it will do")
-        told = {"roles": header["roles"], **proposal, "columns": self.policy.columns}
-        path = self.state / PROPOSALS / f"{run}.json"
-        if not path.exists() and not run.endswith(AGAIN):
-            files.write_json(path, {**told, "problems": self.fit(proposal)})
-        self._require_approved(run, proposal["algorithm"])
-
-    def _require_approved(self, run: str, algorithm: Mapping[str, Any] | None) -> None:
-        if not self.policy.approve:
-            return
-        if not (self.state / APPROVED / run.removesuffix(AGAIN)).exists():
-            raise Pending("the owner of this node has not approved the run yet")
-        if algorithm is not None and self._approved(run)[0] != _digest(algorithm):
-            raise Refusal("policy: the owner approved another method or other settings for this run")
-
-    def _approved(self, run: str) -> tuple[str, str]:
-        """Return the digest of the method that the owner approved, and which rows may train after all."""
-        text = (self.state / APPROVED / run.removesuffix(AGAIN)).read_text(encoding="ascii")
-        digest, _, refit = text.strip().partition(" ")
-        return digest, refit or "none"
+        own = {"roles": header["roles"], "columns": self.policy.columns, "problems": self.fit(proposal)}
+        self.consent.propose(run, {**proposal, **own})
+        self.consent.require(run, proposal["algorithm"])
 
     def _require_refit(self, run: str, which: Any) -> None:
         """Refuse more rows in training than the policy allows and, where the owner approves runs, the owner."""
         if which not in REFIT or run.endswith(AGAIN) != (which != "none"):
             raise Refusal("a run trains on training rows, and a second time on 'validation' or 'all' rows")
-        allowed = [self.policy.refit, *([self._approved(run)[1]] if self.policy.approve else [])]
+        approved = self.consent.approved(run) if self.policy.approve else None
+        allowed = [self.policy.refit, *([] if approved is None else [approved["refit"]])]
         if REFIT.index(which) > min(map(REFIT.index, allowed)):
             raise Refusal(
                 f"policy: {which} rows do not train here ([data] refit = {min(allowed, key=REFIT.index)!r})"
             )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -204,6 +204,8 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         model = request.described or (None if own is None else description(own))
         proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
         proposal |= {"refit": request.plan["refit"]} if request.plan.get("refit", "none") != "none" else {}
+        proposal |= {"model": request.model} | ({"secure": True} if request.secure else {})
+        proposal |= {} if privacy is None else {"privacy": privacy.to_json()}
         roles = Roles.from_json(request.roles)
         wishes = RunRequest(
             roles,

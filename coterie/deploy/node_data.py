@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.node_masks import NodeMasks
 from coterie.deploy.policy import Policy
 from coterie.engine.local_runtime import LocalRuntime

@@ -13,7 +13,7 @@ from coterie._core.errors import DataError
 from coterie.data.clients import Clients
 from coterie.data.federated import in_order
 from coterie.data.image_folders import Images, read_images
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.node_data import Message, Opened, enough, fractions, require_clients
 from coterie.deploy.node_masks import NodeMasks
 from coterie.deploy.policy import Policy

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.deploy import secure_aggregation as secure
 from coterie.deploy import wire
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.identity import Identity
 
 KINDS = ("sum_keys", "sum_shares", "unmask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coterie._core.printable import printable
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.policy import Policy
 from coterie.models.base import Model
 from coterie.models.description import from_description

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie._core import files
 from coterie.algorithms import Algorithm
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.keys import write_private
 from coterie.deploy.secure_statistics import rest
 from coterie.engine.federation import Federation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from coterie._core.errors import DataError
 from coterie.data import bundled, federated, tables
+from coterie.data import column_types as columns
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.split import split_rows
 from coterie.data.table_spec import TableSpec
 from coterie.deploy import disclosure, secure_statistics
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.node_data import Message, Opened, fractions, require_clients
 from coterie.deploy.node_masks import NodeMasks
 from coterie.deploy.policy import Policy
@@ -81,7 +83,7 @@ class NodeTable:
         roles = Roles.from_json(header["roles"])
         told = federated.describe(self.rows(roles), roles, self.name)
         told = disclosure.facts(self.policy, told)
-        if header.get("secure") or self.policy.secure:
+        if header.get("secure") or self.policy.secure or math.isfinite(self.policy.epsilon):
             told = disclosure.in_words(self.policy, told, self.rows(roles), roles)
         return told
 
@@ -98,8 +100,14 @@ class NodeTable:
         train = frame[part.train.order.numpy()]
         if masks is not None:
             about = header["about"]
-            if set(about["columns"]) | set(about.get("centres", ())) > {*spec.numeric, spec.target}:
+            used = {*spec.numeric, *([spec.target] if spec.task == "regression" else [])}
+            asked = {*about["columns"], *about.get("centres", ())}
+            if asked - used or about["levels"].keys() - set(spec.categories):
                 raise Refusal("statistics of columns that the run does not use")
+            for name in about["levels"]:  # levels of few rows count as none, whatever a server asks for
+                common = disclosure.common_levels(self.policy, train[name])
+                label = columns.labels(train[name])
+                train = train.with_columns(pl.when(label.is_in(list(common))).then(label).alias(name))
             hidden = [name for name in self.policy.encoding if name in train.columns]
             train = train.with_columns(pl.lit(None).alias(name) for name in hidden)
             return secure_statistics.answer(header, train, roles.client, folder, masks)

@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.data.federated import in_order
 from coterie.data.texts import Texts, read_texts
 from coterie.data.tokens import rows_of, tokenised
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.node_data import Message, Opened, enough, fractions, require_clients
 from coterie.deploy.node_masks import NodeMasks
 from coterie.deploy.policy import Policy

@@ -73,6 +73,8 @@ class Policy:
     refit : str
         Which rows may train once a run was scored: "validation" or "all" of them too, or "none" beyond training rows. A
         client trains on those of a split only where it has `min_rows_per_statistic` of them.
+    guard : bool
+        Whether a client whose validation rows speak against the models of a run keeps one that it trains alone.
     min_rows : int
         Clients with fewer rows take no part.
     min_rows_per_statistic : int
@@ -92,6 +94,11 @@ class Policy:
         Whether answers leave in secure sums only.
     least_nodes : int
         Fewest nodes in a secure sum.
+    epsilon, delta : float
+        Privacy of rows that all runs together may cost; runs without noise in the gradients of rows are refused. An
+        infinite epsilon, the default, asks for no noise.
+    megabytes : int
+        Largest size of what one run stores on the node's disk.
     members : dict of str to str
         SHA-256 of the certificates of other nodes, which the owner compared with theirs; their keys for secure sums
         must be signed with these.
@@ -104,6 +111,7 @@ class Policy:
     split: tuple[float, float, float] | None = (0.6, 0.2, 0.2)
     seed: int | None = 0
     refit: str = "validation"
+    guard: bool = True
     min_rows: int = 20
     min_rows_per_statistic: int = 4
     reveal: tuple[str, ...] = STRICT
@@ -127,9 +135,12 @@ class Policy:
     largest_count: int = 10_000
     largest_number: float = 1e6
     largest_model: int = 20_000_000
+    megabytes: int = 10_000
     approve: bool = False
     secure: bool = False
     least_nodes: int = 3
+    epsilon: float = math.inf
+    delta: float = 1e-5
     members: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -217,7 +228,7 @@ class Policy:
         values |= {name: tables[name] for name in given}
         values.setdefault("columns", {})
         values["refit"] = "none"  # of files from before there was a choice
-        for name in ("data", "methods", "limits", "consent"):
+        for name in ("data", "methods", "limits", "privacy", "consent"):
             for key, value in tables[name].items():
                 if key not in SECTIONS[name]:
                     raise SettingError(
@@ -288,6 +299,7 @@ class Policy:
             "runs_per_day",
             "splits",
             "min_rows",
+            "megabytes",
             "least_nodes",
         )
         for name in whole:
@@ -295,6 +307,12 @@ class Policy:
                 raise SettingError(
                     f"{path}: {name} = {getattr(self, name)!r}; it is a whole number, at least 1"
                 )
+        if not isinstance(self.epsilon, int | float) or not self.epsilon > 0:
+            raise SettingError(
+                f"{path}: [privacy] epsilon = {self.epsilon!r}; it is a number above 0, or inf"
+            )
+        if not isinstance(self.delta, float) or not 0 < self.delta < 1:
+            raise SettingError(f"{path}: [privacy] delta = {self.delta!r}; it is a number between 0 and 1")
         if self.refit not in ("none", "validation", "all"):
             raise SettingError(f'{path}: [data] refit = {self.refit!r}; write "none", "validation" or "all"')
         if self.split is None or len(self.split) != 3 or not math.isclose(sum(self.split), 1.0):
@@ -318,7 +336,7 @@ class Policy:
 
 TABLES = ("columns", "encoding", "settings", "members")  # whose entries the owner names
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "data": ("kind", "split", "seed", "refit", "min_rows", "min_rows_per_statistic"),
+    "data": ("kind", "split", "seed", "refit", "guard", "min_rows", "min_rows_per_statistic"),
     "columns": (),
     "encoding": (),
     "methods": ("reveal", "algorithms", "models", "metrics", "secure"),
@@ -332,8 +350,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "largest_count",
         "largest_number",
         "largest_model",
+        "megabytes",
         "least_nodes",
     ),
+    "privacy": ("epsilon", "delta"),
     "consent": ("approve",),
     "members": (),
 }
@@ -344,6 +364,7 @@ COMMENTS = {
     "methods": "What may be run. A phase reveals nothing, aggregate, gradient, model, personal or values.",
     "settings": "Ranges of settings; a batch of 0 means all rows and is always allowed.",
     "limits": "How much may be asked.",
+    "privacy": "What all runs together may cost of the privacy of rows; inf: runs need not add noise.",
     "consent": "Whether you approve every run yourself.",
     "members": 'SHA-256 of the certificates of other nodes, if you compared them: north = "ab12...".',
 }
@@ -354,6 +375,7 @@ TRUSTING = Policy(
     split=None,
     seed=None,
     refit="all",
+    guard=False,
     min_rows=1,
     min_rows_per_statistic=1,
     reveal=tuple(DISCLOSURES),
@@ -369,6 +391,7 @@ TRUSTING = Policy(
     largest_count=2**62,
     largest_number=math.inf,
     largest_model=2**62,
+    megabytes=2**62,
 )
 
 

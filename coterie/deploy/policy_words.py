@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from coterie.algorithms.base import DISCLOSURES
@@ -41,6 +42,10 @@ def explain(policy: Policy) -> list[str]:
         f"Rows are split {split} with seed {policy.seed}, in at most {policy.splits} numbering(s) of the clients; the "
         "server cannot choose another split.",
         REFIT[policy.refit],
+        "A client keeps a model that it trains alone if its own validation rows speak against that of a run; you and "
+        "the server are told."
+        if policy.guard
+        else "Clients deploy the models of a run whatever their own rows say (guard = false).",
         f"A client with fewer than {policy.min_rows} rows takes no part. No level, mean or score of fewer than "
         f"{policy.min_rows_per_statistic} rows leaves.",
         f"You fixed the encoding of: {fixed}. Nothing about these columns is sent."
@@ -55,10 +60,16 @@ def explain(policy: Policy) -> list[str]:
         + f"; any other whole number at most {policy.largest_count}.",
         f"At most {policy.rounds} rounds and {policy.messages_per_run} messages in a run; at most "
         f"{policy.messages_per_day} messages and {policy.runs_per_day} new runs in a day; numbers in messages at most "
-        f"{policy.largest_number:g}; networks of at most {policy.largest_model:,} parameters.",
+        f"{policy.largest_number:g}; networks of at most {policy.largest_model:,} parameters; at most "
+        f"{policy.megabytes:,} MB on this disk for a run.",
         f"Answers leave in secure sums of at least {policy.least_nodes} nodes only; a server learns the sum."
         if policy.secure
         else "A server may ask for single answers; secure = true in [methods] lets out secure sums only.",
+        f"All runs together may cost epsilon {policy.epsilon:g} (delta {policy.delta:g}) of the privacy of training "
+        "rows: gradients leave with noise, and runs without it are refused."
+        if math.isfinite(policy.epsilon)
+        else "Runs need not add noise. A server that was taken over can then choose models whose answers differ by "
+        "single training rows, and compute these; epsilon in [privacy] prevents that.",
         *([f"You compared the certificates of: {', '.join(policy.members)}."] if policy.members else []),
         "Every run waits until you approve it: coterie federate approve FOLDER."
         if policy.approve

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NotReopened
-from coterie.deploy import guard, messages, wire
+from coterie.data.column_types import some
+from coterie.deploy import consent, messages, wire
 from coterie.deploy.answers import (
     LARGE,
     TOO_LARGE,
@@ -167,7 +168,7 @@ class RemoteRuntime(Runtime):
         NotReopened
             No node allows it.
         """
-        run = self.setup.run + guard.AGAIN
+        run = self.setup.run + consent.AGAIN
         settings = {**self.setup.settings, "refit": which}
         setup = replace(self.setup, run=run, settings=settings, hello={**self.setup.hello, "run": run})
         places = [
@@ -259,8 +260,22 @@ class RemoteRuntime(Runtime):
         """Let the nodes write the models of round t for use; return the names of those that did."""
         tensors = {} if common is None else {"common": common}
         envelopes = {place.name: (self._about("finish", round=t), tensors) for place in self._here()}
-        answers = self.caller.ask(envelopes)
-        return [name for name, reply in answers.items() if not isinstance(reply, wire.WireError)]
+        done = {
+            name: reply
+            for name, reply in self.caller.ask(envelopes).items()
+            if not isinstance(reply, wire.WireError)
+        }
+        for name, (header, _) in done.items():
+            told = header.get("trained_alone")
+            said = [one for one in told if isinstance(one, str)] if isinstance(told, list) else []
+            keeps = [client for client in self._named(name).clients if client in said]
+            if keeps:
+                verb, whose = ("keeps", "its") if len(keeps) == 1 else ("keep", "their")
+                self.caller.note(
+                    f"{name}: {some(keeps)} {verb} models trained alone: {whose} validation rows speak against those "
+                    "of this run"
+                )
+        return list(done)
 
     def threads(self, batch: int, participation: float = 1.0) -> int:
         """Return 1: the server computes little."""

@@ -25,7 +25,7 @@ from coterie.data.statistics import Levels, Moments, Statistics
 from coterie.data.table_spec import TableSpec
 from coterie.data.target_task import MOST_LEVELS
 from coterie.deploy import secure_aggregation as secure
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.keys import write_private
 from coterie.deploy.node_masks import NodeMasks
 from coterie.deploy.secure_sums import SumCaller

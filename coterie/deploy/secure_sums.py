@@ -20,7 +20,7 @@ from torch import Tensor
 from coterie._core.errors import NobodyAnswered, SettingError
 from coterie.deploy import secure_aggregation as secure
 from coterie.deploy import wire
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.identity import Identity
 from coterie.deploy.messages import under
 from coterie.deploy.node_masks import SLOTS, Message, NodeMasks, context, keys_only, signed

@@ -211,12 +211,20 @@ ATTACKS = {
     "negative scores": ("score", values(lambda v: -v)),
     "scores of other rows": ("score", lambda a: _more_rows(a)),
     "perfect scores": ("score", lambda a: _perfect(a)),
+    # about what it deploys
+    "nonsense about own models": (
+        "finish",
+        head(lambda h: h | {"trained_alone": ["west", ["x"], {"a": 1}, 3, None, "north", "\x1b[2J"] * 1000}),
+    ),
+    "no list of own models": ("finish", head(lambda h: h | {"trained_alone": {"north": 1}})),
 }
 UNDETECTABLE = {
     "ten times the other way",
     "perfect scores",
     "90 junk levels",
     "HTML for a name",
+    "nonsense about own models",
+    "no list of own models",
 }  # within what an honest node could send
 
 

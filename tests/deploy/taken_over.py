@@ -93,6 +93,7 @@ class Server:
             "preprocessor": json.dumps(encoding),
             "model": model,
             **({"refit": more.pop("refit")} if "refit" in more else {}),
+            **more.pop("setup", {}),
         }
         header = {"roles": ROLES.to_json(), "seed": 0, "split": [0.6, 0.2, 0.2], "clients": ["north"], **more}
         ids = header.pop("ids", (0,))

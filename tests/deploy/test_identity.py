@@ -11,7 +11,7 @@ import torch
 
 from coterie.deploy import keys
 from coterie.deploy import secure_aggregation as secure
-from coterie.deploy.guard import Refusal
+from coterie.deploy.consent import Refusal
 from coterie.deploy.identity import Identity
 from coterie.deploy.node_masks import NodeMasks, context, keys_only
 from coterie.deploy.wire import WireError

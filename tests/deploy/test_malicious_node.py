@@ -76,6 +76,7 @@ def trained(tmp_path, change=None, kind="call", algorithm=None, rounds=3, phase=
     plan = survey(caller, {name: [name] for name in nodes}, request, "a" * 8, patience=0.05)
     notes += plan.warnings
     run = fit(connect(caller, plan, algorithm), algorithm, rounds, evaluate_every=0)
+    run.fed.runtime.finish(run.deployed_round, None)
     return run, notes, transport
 
 

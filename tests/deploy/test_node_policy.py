@@ -11,7 +11,8 @@ from coterie._core import files
 from coterie._core.errors import SettingError
 from coterie.deploy import wire
 from coterie.deploy.audit import verify
-from coterie.deploy.guard import Guard, Refusal
+from coterie.deploy.consent import Consent, Refusal
+from coterie.deploy.guard import Guard
 from coterie.deploy.policy import Policy
 from coterie.deploy.policy_words import explain
 from tests.deploy.taken_over import ROLES, RUN, STRICT, Server, X, node, refused, with_policy
@@ -100,27 +101,55 @@ class TestConsent:
             answer = server.hello(proposal=self.PROPOSAL)
             assert answer["code"] == "pending" and "told" not in answer
         assert server.statistics()["code"] == "pending" and server.open("ditto")["code"] == "pending"
-        guard = Guard(with_policy(approve=True), tmp_path / "s")
-        told = guard.pending()[RUN]
+        consent = Consent(tmp_path / "s")
+        told = consent.pending()[RUN]
         assert told["algorithm"]["name"] == "ditto" and told["rounds"] == 7 and told["problems"] == []
         assert told["columns"] == STRICT.columns
-        guard.approve(RUN)
+        consent.approve(RUN)
         assert "told" in server.hello(proposal=self.PROPOSAL) and "error" not in server.open("ditto")
+        said = [entry.get("approved") for entry in verify(tmp_path / "s" / "audit.log")]
+        assert (
+            said.count(True) == 1 and said.index(True) == 4
+        )  # the log has when the owner's word first counted
 
     def test_another_method_than_the_approved_one_is_refused(self, tmp_path):
         server = Server(node(tmp_path / "s", with_policy(approve=True)))
         server.hello(proposal=self.PROPOSAL)
-        Guard(with_policy(approve=True), tmp_path / "s").approve(RUN)
+        Consent(tmp_path / "s").approve(RUN)
         assert refused(server.open("fedavg"), "approved another method")
         assert refused(server.open("ditto", settings={"lam": 9.0}), "approved another method")
         assert refused(
             server.hello(proposal={**self.PROPOSAL, "algorithm": {"name": "fedavg", "settings": {}}})
         )
 
+    def test_a_run_is_as_long_and_as_protected_as_the_approved_one(self, tmp_path):
+        """The owner saw seven rounds, secure sums and a budget."""
+        privacy = {"epsilon": 4.0, "delta": 1e-5, "unit": "row", "clip": 1.0, "rounds": 7}
+        proposal = {**self.PROPOSAL, "secure": True, "privacy": privacy}
+        server = Server(node(tmp_path / "s", with_policy(approve=True)))
+        server.hello(proposal=proposal)
+        Consent(tmp_path / "s").approve(RUN)
+        sums = {"sums": {"secure": True}}
+        for setup, told in (
+            ({}, "with secure sums"),
+            (sums, "another privacy budget"),
+            ({**sums, "privacy": {**privacy, "epsilon": 400.0, "clients": 4}}, "another privacy budget"),
+        ):
+            assert refused(server.open("ditto", setup=setup), told)
+        assert "error" not in server.open("ditto", setup={**sums, "privacy": {**privacy, "clients": 4}})
+        assert refused(server.call("train", since=None, tensors={"shared.x": X}, round=8), "at most 7 rounds")
+
+    def test_what_the_owner_is_shown_is_the_nodes_own(self, tmp_path):
+        server = Server(node(tmp_path / "s", with_policy(approve=True)))
+        forged = {"roles": {"target": "nothing"}, "columns": [], "problems": []}
+        server.hello(proposal={"algorithm": {"name": "cobo", "settings": {}}, "rounds": 1, **forged})
+        told = Consent(tmp_path / "s").pending()[RUN]
+        assert told["roles"]["target"] == "sick" and told["columns"] == STRICT.columns and told["problems"]
+
     def test_the_owner_sees_what_does_not_fit(self, tmp_path):
         server = Server(node(tmp_path / "s", with_policy(approve=True)))
         server.hello(proposal={"algorithm": {"name": "cobo", "settings": {"batch": 1}}, "rounds": 10**6})
-        problems = Guard(with_policy(approve=True), tmp_path / "s").pending()[RUN]["problems"]
+        problems = Consent(tmp_path / "s").pending()[RUN]["problems"]
         assert any("is not one of" in line for line in problems) and any(
             "rounds" in line for line in problems
         )

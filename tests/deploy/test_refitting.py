@@ -60,12 +60,12 @@ class TestRefitting:
         server = Server(node(tmp_path / "state", with_policy(approve=True)))
         told = {"algorithm": {"name": "ditto", "settings": {"batch": 0}}, "rounds": 3}
         assert server.hello(proposal=told)["code"] == "pending"
-        server.node.guard.approve(RUN)
+        server.node.guard.consent.approve(RUN)
         assert "error" not in server.open()
         assert refused(server.open(run=RUN + "refit", refit="validation"), "validation rows do not train")
         other = "b" * 8
         assert server.hello(other, proposal={**told, "refit": "validation"})["code"] == "pending"
-        server.node.guard.approve(other)
+        server.node.guard.consent.approve(other)
         assert "error" not in server.open(run=other + "refit", refit="validation")
 
     def test_a_policy_from_before_there_was_a_choice_allows_none(self, tmp_path):

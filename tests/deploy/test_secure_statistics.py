@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import polars
 import pytest
@@ -15,6 +16,7 @@ from coterie.data.preprocess import Preprocessor
 from coterie.deploy import wire
 from coterie.deploy.federation_plan import RunRequest, connect, survey
 from coterie.deploy.node_service import NodeService
+from coterie.deploy.node_table import NodeTable
 from coterie.deploy.policy import TRUSTING, Policy
 from coterie.deploy.transport import NodeCaller
 from coterie.engine.privacy import Privacy
@@ -162,3 +164,45 @@ def test_noise_cannot_be_averaged_away(tmp_path):
     for change in ({"privacy": exact.to_json()}, {"columns": ["year"]}, {"privacy": None}):
         header, tensors = ask(f"two {len(change)} {change}", **change)
         assert header["code"] == "refused" and tensors == {}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"columns": ["sick"]},
+        {"columns": ["site"]},
+        {"levels": {"pressure": ["120.5"]}},
+        {"levels": {"site": ["s0"]}},
+        {"levels": {"sick": ["1"]}},
+        {"centres": {"site": (0.0, 1.0)}, "step": "moments", "levels": {}},
+    ],
+)
+def test_sums_are_of_columns_that_the_run_uses(tmp_path, asked):
+    """Counts of values of the server's choice would say whether somebody with such a value is here."""
+    post = Post(tmp_path)
+    about = {"step": "histogram", "columns": [], "levels": {}, "privacy": None, "secure": True, "weight": 1.0}
+    spec = {"client": "site", "target": "sick", "cluster": None, "task": "binary", "classes": ["0", "1"]}
+    spec |= {"numeric": ["pressure", "year"], "categories": ["kind"], "warnings": []}
+    header = {"kind": "statistics", "nonce": "n1", "run": RUN, "roles": ROLES.to_json(), "spec": spec}
+    header |= {"split": [0.6, 0.2, 0.2], "seed": 0, "about": {**about, **asked}}
+    answer = wire.decode(post.nodes["n0"].answer(wire.encode(header, {"ids": torch.tensor([0])})))[0]
+    assert answer["code"] == "refused" and "does not use" in answer["error"]
+
+
+def test_levels_of_few_rows_are_not_counted(tmp_path):
+    frame = table().filter(polars.col("site") == "s0")
+    rare = frame.with_columns(kind=polars.Series(["secret", *frame["kind"][1:]]))
+    seen = {}
+
+    def masked(header, total, weight):
+        seen["total"] = total
+        return total
+
+    data = NodeTable(rare, None, dataclasses.replace(TRUSTING, min_rows_per_statistic=4), print)
+    spec = {"client": "site", "target": "sick", "cluster": None, "task": "binary", "classes": ["0", "1"]}
+    spec |= {"numeric": [], "categories": ["kind"], "warnings": []}
+    levels = {"kind": ["a", "b", "c", "secret"]}
+    about = {"step": "histogram", "columns": [], "levels": levels, "privacy": None, "secure": True}
+    header = {"roles": ROLES.to_json(), "spec": spec, "split": [1.0, 0.0, 0.0], "seed": 0, "about": about}
+    data.statistics(header, {"ids": torch.tensor([0])}, tmp_path, SimpleNamespace(masked=masked))
+    assert seen["total"].view(-1, 2)[:, 0].tolist() == [19.0, 20.0, 20.0, 0.0]

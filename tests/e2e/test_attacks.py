@@ -62,6 +62,8 @@ def attacks(run: str) -> list[dict[str, Any]]:
     ]
     found += [{**stats, "spec": {**SPEC, "categories": [name]}} for name in ("ssn", "note", "a")]
     found += [{**stats, "spec": {**SPEC, "numeric": [name]}} for name in ("ssn", "note")]
+    counted = {"step": "histogram", "columns": [], "privacy": None, "secure": True, "weight": 1.0}
+    found += [{**stats, "about": {**counted, "levels": {name: ["7.0"]}}} for name in ("a", "who", "y")]
     found += [{"kind": "hello", **about, "roles": {**roles, "target": name}} for name in ("ssn", "note", "a")]
     spec = {**SPEC, "warnings": []}
     scales = [{"name": "a", "mean": 0.0, "sd": 1.0, "missing": False}]

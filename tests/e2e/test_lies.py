@@ -31,6 +31,7 @@ IN_ROUNDS = [name for name, (kind, _) in ATTACKS.items() if kind == "call" and n
 IN_A_RUN = [  # those of evil_all.py, each in a run of its own; `test_malicious_node.py` tells all
     *(
         "1e15 rows",
+        "nonsense about own models",
         "2^63 - 1 rows",
         "negative rows",
         "no rows",

@@ -33,7 +33,14 @@ from coterie import models
 from tests.engine.sharding import resnet
 MODELS = {{"resnet": lambda buffers="personal": models.network(resnet, buffers=buffers)}}
 """
-FREE = {"min_rows": 2, "min_rows_per_statistic": 1, "runs_per_day": 1000, "splits": 1000, "metrics": None}
+FREE = {
+    "guard": False,
+    "min_rows": 2,
+    "min_rows_per_statistic": 1,
+    "runs_per_day": 1000,
+    "splits": 1000,
+    "metrics": None,
+}
 MODELS = ("cnn", "resnet", "lora")
 # Workers add up in another order; the steep losses of random weights made 1.5e-6 of that (FedAvg, 2 rounds).
 ROUNDING = {"lora": 5e-6}

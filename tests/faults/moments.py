@@ -151,7 +151,7 @@ class Trial:
     """
 
     def __init__(self, subject: Subject, folder: Path, seed: int) -> None:
-        self.subject, self.folder, self.random = subject, folder, random.Random(f"{subject.name} {seed}")
+        self.subject, self.folder, self.seed = subject, folder, seed
         whole, again = (self._undisturbed(name) for name in ("whole", "again"))
         self.expected = {name: value for name, value in whole.items() if again.get(name) == value}
         missing = [name for name in subject.essential if _key(name) not in self.expected]
@@ -192,17 +192,17 @@ class Trial:
 
     def kill(self, number: int) -> str:
         """Kill the command at a random moment, let it go on, compare, and return when it was killed."""
-        place = self._place("killed")
+        place, draw = self._place("killed"), random.Random(f"{self.subject.name} {self.seed} {number}")
         if number % 2:
-            delay = self.random.uniform(self.first, 1.05 * self.seconds)
+            delay = draw.uniform(self.first, 1.05 * self.seconds)
             when = f"after {delay:.2f} of {self.seconds:.2f} s"
             process = self._traced(place, 0)
             code = process.wait(delay)
             code = process.kill() if code is None else code
         else:
-            nth = self.random.randint(1, self.changes)
+            nth = draw.randint(1, self.changes)
             when = f"at change {nth} of {self.changes}"
-            code = self._traced(place, self.random.choice((-1, 1)) * nth).wait(LIMIT)
+            code = self._traced(place, draw.choice((-1, 1)) * nth).wait(LIMIT)
         if code not in (0, -signal.SIGKILL):
             raise Fault(f"{when}: exit code {code} before it was killed")
         if self.subject.whole and place.exists():
