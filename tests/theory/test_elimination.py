@@ -1,4 +1,4 @@
-"""Effects that are integrated out: the numbers and derivatives of separate operations, and of a brute-force integral."""
+"""Effects that are integrated out: numbers and derivatives of separate operations, and a brute-force integral."""
 
 from __future__ import annotations
 
