@@ -422,7 +422,7 @@ def test_pairs_that_fit_their_rows_to_the_last_digit_stay_linked():
 
 @pytest.mark.slow
 def test_many_clients_link_inside_clusters_alone_and_gain():
-    """A thousand linear clients in twenty clusters: a sparse W, nearly all inside, and half the error of training alone."""
+    """A thousand linear clients in twenty clusters: W is sparse and inside, the error half that of training alone."""
     draw = torch.Generator().manual_seed(0)
     groups = torch.arange(1000) // 50
     truth = torch.randn(20, 6, generator=draw, dtype=torch.float64)[groups]
