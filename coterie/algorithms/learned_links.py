@@ -10,19 +10,22 @@ from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Reveals, setting
-from coterie.algorithms.finding import sends_sums, together
+from coterie.algorithms.finding import MOST_SUMS, sends_sums, together
 from coterie.algorithms.head_sums import HeadSums, sends_heads
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import PEERS
 from coterie.engine.state import State
+from coterie.models.glm import Glm
+from coterie.models.linear import Linear
 from coterie.theory.cluster_quality import linked_groups
 from coterie.theory.collaboration import all_pairs, both_ends, midpoints
 from coterie.theory.consensus import alignment, group_medians, running_size
 from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_distances, shared_noise, spread
+from coterie.theory.pooled_sums import ENOUGH
 from coterie.theory.simplex import onto_simplex
 from coterie.theory.sketch import project
-from coterie.theory.sparse_links import candidates, merge
+from coterie.theory.sparse_links import candidates, merge, neighbourhood_means
 
 SAMPLING = ("auto", "constant", "time", "mixed", "all")
 TESTS = ("auto", "common", "midpoint")
@@ -81,6 +84,7 @@ class LearnedLinks(HeadSums):
     neighbours: int = setting(20, "candidates of each client if there are more than 300", low=1)
     reveals: ClassVar[Reveals] = HeadSums.reveals | {
         "probe": "gradient",
+        "place": "personal",
         "agree": "gradient",
         "agree_with_noise": "gradient",
     }
@@ -182,6 +186,8 @@ class LearnedLinks(HeadSums):
 
     def among_candidates(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
         """Do what `at_common_points` does for the links of a sparse W; all share one point."""
+        if tells_by_fits(fed):
+            return self.among_fits(fed, s, t, ids)
         r = fed.map(self.probe, z=s.models.mean(0), to=ids)
         if len(r) == 0:
             return s
@@ -199,6 +205,47 @@ class LearnedLinks(HeadSums):
         weights = (weights + self.pace * gain).clamp(0, 1)
         alive = weights > 0
         return s.replace(links=links[:, alive], weights=weights[alive])
+
+    def among_fits(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
+        """Link clients to the nearest whose own fits differ from theirs by no more than chance; W is then final.
+
+        Gradients of linear models at one point for all are noise for clients whose optima are far from it. Of these
+        links those stay whose two neighbourhoods have nearly the same mean: two clusters that are near each other
+        have some clients between them, and a few such links would join both.
+        """
+        if t not in SEARCH_ROUNDS or (t > 1 and ids is None):
+            return s
+        r = fed.map(self.place, to=ids)
+        if len(r) == 0:
+            return s
+        near = candidates(project(r["fit"], SKETCH, fed.seed), self.neighbours)
+        noise = torch.zeros(fed.n, dtype=fed.dtype, device=fed.device).index_copy_(0, r.ids, r["noise"][:, 0])
+        fits = torch.zeros_like(s.models).index_copy_(0, r.ids, r["fit"])
+        links, _ = merge(s.links[:, :0], s.weights[:0], r.ids[near], fed.n)
+        (i, j), rows = links, fed.sizes[:, 0]
+        chance = shared_noise(noise[i], rows[i], noise[j], rows[j])
+        alike = evidence(link_distances(fits, links), chance, bar(fed.d)) > 0
+        links, chance = links[:, alike], chance[alike]
+        around = neighbourhood_means(fits, links)
+        alike = link_distances(around, links) <= chance
+        links = torch.cat([s.links, links[:, alike]], 1).unique(dim=1)
+        return s.replace(links=links, weights=torch.ones_like(links[0], dtype=fed.dtype))
+
+    def place(self, client: Client) -> dict[str, Tensor]:
+        """Return the client's own fit and the expected squared distance of it from that of its distribution.
+
+        The variance is phi tr(H^-1)/n with H the curvature, phi the residual variance of least squares and 1 for other
+        models. A client with no more rows than parameters knows nothing of its noise: it is 0, and it stays alone.
+        """
+        fit = client.solve(client.initial_model(), tol=1e-6)
+        rows, d = client.size.to(fit.dtype), fit.shape[-1]
+        spare = (rows - d).clamp(min=1)
+        phi = 2 * client.loss(fit) * rows / spare if isinstance(client.model, Linear) else 1.0
+        curves = client.hessian(fit)
+        small = 1e-6 * curves.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=1e-30)
+        curves = curves + torch.diag_embed(small.expand(*small.shape[:-1], d))
+        trace = torch.linalg.inv(curves).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+        return {"fit": fit, "noise": torch.where(rows > d, phi * trace / rows, 0.0)}
 
     def probe(self, client: Client, z: Tensor) -> dict[str, Tensor]:
         grad, noise, dimensions = client.grad_with_noise(z)
@@ -288,5 +335,11 @@ class LearnedLinks(HeadSums):
 
     def link_traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Return the floats down and up of the phases by which links are learned."""
-        looks = {"probe": (d, d + 2), "agree": (d, d), "agree_with_noise": (d, d + 1)}
+        looks = {"probe": (d, d + 2), "place": (0, d + 1), "agree": (d, d), "agree_with_noise": (d, d + 1)}
         return looks | self.finding_traffic(d) | self.head_traffic(d)
+
+
+def tells_by_fits(fed: Federation) -> bool:
+    """Return True if most clients have rows enough for a fit of their own, and the model has a closed form."""
+    able = isinstance(fed.model, Glm) and fed.model.closed_form and not fed.model.whole_clients
+    return able and fed.d <= MOST_SUMS and float(fed.sizes.median()) >= ENOUGH * fed.d

@@ -198,6 +198,8 @@ class PflTc(HeadSums):
         asked = fed.everyone if ids is None else ids
         distance = torch.full((len(models), fed.n), torch.inf, dtype=torch.float64, device=fed.device)
         for c in range(len(models)):
+            if "own" in s and bool(s.own[s.labels == c].any()):
+                continue  # fitted from sums, and members' own parts are relative to this fit
             wanted = asked if self.clusters else asked[(s.labels[asked] == c) | (s.labels[asked] < 0)]
             r = fed.map(self.slope, x=s.models[c], to=ids if len(wanted) == len(asked) else wanted)
             members = s.labels[r.ids] == c if len(r) else s.labels[:0] > 0

@@ -170,6 +170,36 @@ def sparse_consensus(
     return x
 
 
+def neighbourhood_means(points: Tensor, links: Tensor) -> Tensor:
+    """Return the mean of each point and those it is linked to.
+
+    Parameters
+    ----------
+    points
+        [n, d].
+    links
+        Pairs, [2, E].
+
+    Returns
+    -------
+    Tensor
+        [n, d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.sparse_links import neighbourhood_means
+    >>> neighbourhood_means(torch.tensor([[0.0], [3.0], [9.0]]), torch.tensor([[0, 0], [1, 2]])).flatten().tolist()
+    [4.0, 1.5, 4.5]
+    """
+    (i, j), ones = links, points.new_ones(links.shape[1], 1)
+    total, count = points.clone(), torch.ones_like(points[:, :1])
+    for here, there in ((i, j), (j, i)):
+        total.index_add_(0, here, points[there])
+        count.index_add_(0, here, ones)
+    return total / count
+
+
 def observed_links(links: Tensor, weights: Tensor, truth: Tensor | None, n: int) -> dict[str, Tensor]:
     """Return what is recorded of sparse weights: strong links, degrees, groups, and their quality.
 
