@@ -39,7 +39,7 @@ RUN, ROUNDS = "poisoning1", 20
 LISTED = (
     *("1e6", "-1e6", "1e30", "1e150", "times 1e4", "one huge coordinate", "ten times the other way"),
     *("1e15 rows", "2^63 - 1 rows", "ten times the rows", "1e15 rows at first", "a billion rows at first"),
-    *("huge mean", "huge spread", "a billion rows", "90 junk levels", "accuracy of 1e9", "perfect scores"),
+    *("huge mean", "huge spread", "a billion rows", "accuracy of 1e9", "perfect scores"),
     *("an error that forges a line", "200,000 tensors", "always forgets"),
 )
 Forge = Callable[[bytes, dict[str, Tensor]], bytes]
@@ -82,7 +82,8 @@ class Post:
         if self.lie == "away":
             return answer if asked["kind"] == "hello" else error("away")(answer)
         kind, forge = ATTACKS.get(self.lie, ("call", None))
-        if asked["kind"] != kind or asked.get("split") or asked.get("phase") in ("begin", "deploy"):
+        training = asked["kind"] != "call" or not (asked["split"] or asked["phase"] in ("begin", "deploy"))
+        if asked["kind"] != kind or not training:
             return answer
         if "error" in wire.decode(answer)[0]:
             return answer
