@@ -249,6 +249,7 @@ class TestFit:
             refused = command("fit", *HEART, *words, "--out", tmp_path / "no")
             assert refused.code == 2 and said in refused.err and not (tmp_path / "no").exists()
 
+    @pytest.mark.slow
     def test_classes_are_weighed_as_asked(self, command: Command, tmp_path: Path) -> None:
         run, no = tmp_path / "run", tmp_path / "no"
         shown = command("fit", *HEART, "--class-weights", "balanced", "--rounds", 2, "--out", run)

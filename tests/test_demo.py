@@ -51,6 +51,7 @@ def test_the_readme_shows_what_the_demo_prints(command: Command, tmp_path: Path)
         assert words in " ".join(shown.split()) and words in " ".join(readme.split())
 
 
+@pytest.mark.slow
 def test_a_table_that_fails_in_the_second_process_ends_the_demo(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

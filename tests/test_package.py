@@ -20,6 +20,7 @@ def test_threads_that_wait_sleep_unless_told_otherwise(given: str | None, expect
     assert done.stdout.split() == [expected, "False"]
 
 
+@pytest.mark.slow
 def test_methods_and_comparisons_load_when_they_are_used() -> None:
     """After installing without bytecode, scipy.stats alone takes two seconds of a first `coterie compare`."""
     code = (

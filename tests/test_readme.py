@@ -36,6 +36,7 @@ def test_python_from_the_readme_runs(visits, monkeypatch, capsys):
     assert space["run"].personal.shape[0] == 3 and "training alone" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_algorithm_from_the_readme_keeps_its_promises():
     space: dict[str, object] = {"__name__": "readme"}
     exec(BLOCKS[1], space)

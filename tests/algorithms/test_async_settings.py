@@ -57,6 +57,7 @@ def test_heavy_tails_do_not_stall():
     )  # Theorem 4.3: lr <= 1/(4 M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heavy", [False, True])
 def test_classes_with_a_free_intercept_reach_their_minimiser(heavy):
     """Their curvature has no lower bound; the gradient of the whole objective vanishes all the same."""

@@ -260,6 +260,7 @@ def test_q11_all_pairs(n):
     assert run.fed.ledger.total("messages_up", phase="agree") == 3 * n * (n - 1)
 
 
+@pytest.mark.slow
 def test_the_corrected_theorem_holds_on_random_problems():
     ratios = [bound_ratios(seed, 120) for seed in range(10)]
     assert max(max(pair) for pair in ratios) < 0.5

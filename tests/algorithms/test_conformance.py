@@ -150,6 +150,7 @@ def test_a_broken_promise_is_caught(cls, promise):
         check_algorithm(dataclass(frozen=True)(cls)())
 
 
+@pytest.mark.slow
 def test_a_sound_algorithm_passes():
     assert check_algorithm(Sound()) == list(PROMISES)
 

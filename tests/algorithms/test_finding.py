@@ -70,6 +70,7 @@ def test_who_has_few_sums_and_who_has_not():
     assert not sends_sums(wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pfl-tc", "ifca", "cobo"])
 @pytest.mark.parametrize("lie", ["sign-flip", "large", "random", "nan"])
 def test_one_liar_harms_nobody(name, lie):

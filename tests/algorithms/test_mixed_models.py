@@ -162,6 +162,7 @@ def test_one_by_one_and_in_stacks(kind):
         assert (one.personal[:, 2:] - one.personal[:1, 2:]).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_clusters_above_clients():
     """A nested logistic model against integration over both levels: Laplace's approximation at the clusters' level."""
     rng = np.random.default_rng(0)
@@ -249,6 +250,7 @@ def test_correlated_slopes_are_those_of_statsmodels():
     assert np.abs(run.personal.numpy() - effects).max() < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["cluster", "client"])
 def test_noise_of_its_own(noise):
     """Clients of the second cluster are three times noisier; each estimate is near its own."""
@@ -294,7 +296,7 @@ def test_one_client_in_other_units_moves_nobody():
     assert (run.personal[0] - own).norm() < 0.5 * own.norm(), "it keeps a fit of its own"
 
 
-@pytest.mark.quick("units0-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("units", [(1.0, 1000.0), (1000.0, 1.0), (1000.0, 1000.0)])
 def test_other_units_of_features_or_targets_move_nobody(units, clustered):

@@ -354,6 +354,7 @@ def test_steps_between_means_are_geometric(reference):
         assert abs((counts == k).mean() - share) < 4 * math.sqrt(share * (1 - share) / 4000)
 
 
+@pytest.mark.slow
 def test_l2sgd_tends_to_the_minimiser_of_its_objective(reference):
     """sum_i f_i(v_i) + lam/2 |v_i - mean|^2, solved as one linear system; the distance shrinks with lr."""
     ref, lam, n, d = reference(), 0.5, 4, 3

@@ -69,6 +69,7 @@ GLOBAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GLOBAL)
 def test_shared_models_converge_to_their_filter(name):
     algorithm, g = GLOBAL[name]
@@ -203,6 +204,7 @@ def test_exact_tuning_needs_least_squares():
     assert torch.isfinite(ridge.personal).all()
 
 
+@pytest.mark.slow
 def test_maml_trains_a_network():
     keys = randomness.key(6, torch.arange(60))
     x, y = randomness.normal(randomness.slots(keys, 3)).float(), torch.arange(60) % 2

@@ -22,6 +22,7 @@ NATURAL = {"heart", "clinics", "diabetes"}  # dealt out by a column, whatever th
 PAGE = Path(__file__).parents[2] / "docs" / "datasets.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FREE)
 def test_every_recipe_makes_its_federation_again(name):
     recipe, fed = find(name), from_recipe(name, seed=1)

@@ -244,6 +244,7 @@ def test_a_run_that_is_going_on_is_not_started_twice(folder):
     assert federation_folder.progress(job) == told
 
 
+@pytest.mark.slow
 def test_coterie_needs_flower_only_for_federations():
     script = """
 import sys

@@ -67,7 +67,7 @@ def registry(monkeypatch):
     return installed._from_files
 
 
-@pytest.mark.quick("cnn-ditto", "own-fedavg")
+@pytest.mark.quick("cnn-ditto")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["cnn", "own"])
 def test_images_on_nodes_are_those_of_one_process(tmp_path, registry, method, kind):
@@ -115,7 +115,7 @@ def about_texts(model="tiny", **settings) -> RunRequest:
     )
 
 
-@pytest.mark.quick("ditto")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_on_nodes_are_those_of_one_process(tmp_path, registry, tiny, method):
     installed.install(tiny)
@@ -180,6 +180,7 @@ def job_of(folder, kind, model, there, **more):
     return job, next(iter(there.values())).state / JobRequest.read(job).run / "run"
 
 
+@pytest.mark.slow
 def test_a_job_on_images_ends_with_models_at_the_nodes(tmp_path, registry):
     (tmp_path / "nets.py").write_text(
         "from torch import nn\nfrom coterie import models\n"

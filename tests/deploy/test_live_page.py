@@ -186,6 +186,7 @@ class TestInABrowser:
 
         expect(page.locator(where)).to_contain_text(text)
 
+    @pytest.mark.slow
     def test_it_shows_the_run_and_follows_it(self, visit: Any, picture: Picture, served: str) -> None:
         page = visit()
         assert page.url == f"{served}/"

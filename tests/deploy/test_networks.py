@@ -30,6 +30,7 @@ def nodes(folder, frame):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_network_on_nodes_is_the_network_of_one_process(tmp_path, method):
     frame, algorithm = table(SIZES), make(method, lr=0.05, batch=8)

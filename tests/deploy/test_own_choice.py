@@ -69,6 +69,7 @@ def test_a_stranger_keeps_its_own_model_and_says_so(table, tmp_path):
     assert torch.allclose(models["stranger"][0], found, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_without_the_guard_everybody_has_the_model_of_the_run(table, tmp_path):
     models, own, notes = run(table, tmp_path, TRUSTING)
     assert models["stranger"].equal(models["n0"]) and own["stranger"] == [] and not notes

@@ -106,7 +106,7 @@ def test_no_honest_client_loses_two_points(table, tmp_path, attack):
         assert float((found - lost).max()) > 0.2  # what the attack does to a plain mean
 
 
-@pytest.mark.quick("cleveland")
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["cleveland", "hungarian", "switzerland", "va"])
 def test_one_of_four_hospitals_poisons_nobody(tmp_path, monkeypatch, bad):
     """Real hospitals differ more than made-up clients; each in turn sends its model the other way, or a constant."""

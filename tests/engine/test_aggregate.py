@@ -114,6 +114,7 @@ def test_a_long_step_moves_the_mean_as_far_as_a_typical_one():
     assert not told
 
 
+@pytest.mark.slow
 def test_honest_replies_are_rarely_changed():
     """Replies that are noise alone differ most in length; a few of four to eight numbers are shortened."""
     g = torch.Generator().manual_seed(3)
@@ -165,6 +166,7 @@ def federation(**options):
     return Federation.from_arrays(xs, ys, models.linear(), torch.arange(8) % 2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "pfedme", "reptile", "oracle"])
 def test_a_run_with_a_liar(name, tmp_path):
     """Every method that takes means follows the rule, and a resumed run too."""

@@ -19,6 +19,7 @@ def shortened(name, key, **changes):
     return dataclasses.replace(experiment, plans=(dataclasses.replace(experiment.plan(key), **changes),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "changes"),
     [

@@ -55,6 +55,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_kept_run_that_was_killed_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = load(str(path))
     plan, folder = experiment.plan("cobo"), path.parent / "out"

@@ -482,6 +482,7 @@ def test_table_and_pooled_data(tmp_path: Path) -> None:
     assert set(fed.rows["train"].tolist()) <= {43, 44}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["local-10", "single-10", "local-100", "single-100"])
 def test_known_clusters_reach_least_squares(tmp_path: Path, key: str) -> None:
     """Gradient descent ends at pinv(X) y, and at the least squares of everybody's rows."""

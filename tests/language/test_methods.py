@@ -37,7 +37,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.quick("fedavg", "ditto")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", "fedavg", "fine-tuned", "ditto", "cobo", *SLOW])
 def test_methods_run_unchanged_and_learn(fed: coterie.Federation, name: str) -> None:
     settings = {
@@ -71,6 +71,7 @@ def test_perplexity_is_over_all_tokens_of_a_client(fed: coterie.Federation) -> N
         assert float(found[client]) == pytest.approx(math.exp(sum(losses) / float(y.sum())), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_loops_stacks_and_resumed_runs_agree(
     tiny: Path, documents: Documents, fed: coterie.Federation, tmp_path: Path
 ) -> None:

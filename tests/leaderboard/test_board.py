@@ -101,6 +101,7 @@ def test_newcomers_are_those_that_were_held_out():
     assert measure(job("fedavg", "heart"))["newcomers"] is None  # four hospitals: nobody to hold out
 
 
+@pytest.mark.slow
 def test_a_cell_is_the_same_when_it_runs_alone(folder, capsys):
     assert boards.recheck(folder, "fedavg", "diabetes", 1) == {}
     main_ok(["leaderboard", "cell", str(folder), "fedavg", "heart", "0"])

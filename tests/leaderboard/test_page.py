@@ -108,6 +108,7 @@ def names(page: Any) -> list[str]:
     return list(page.locator("#board tbody th").all_inner_texts())
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_it_sorts_filters_and_switches_data_sets(page: Any) -> None:
     assert names(page) == [EVIL, "ditto", "fedavg", "local"]  # by mean rank

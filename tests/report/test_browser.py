@@ -88,7 +88,7 @@ def as_numbers(texts: list[str]) -> list[float]:
     return [float(text.replace("−", "-").replace("%", "").replace(",", "")) for text in texts]
 
 
-@pytest.mark.quick("four")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["four", "twelve", "thousand"])
 def test_every_chart_is_drawn_without_complaint(visit: Open, name: str) -> None:
     page = visit(name)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import coterie
@@ -73,6 +74,7 @@ def test_what_each_method_shows(twelve: Path) -> None:
     assert "decided who learns from whom" in collaboration.explain(one(twelve / "cobo"))
 
 
+@pytest.mark.slow
 def test_a_mixed_model_shows_shrinkage_and_who_fits_nobody(tmp_path: Path) -> None:
     """Shrinkage is that of the record, larger for clients with fewer rows; a client in other units is named."""
     draw = torch.Generator().manual_seed(0)

@@ -110,6 +110,7 @@ def test_the_race_is_the_same_every_time_and_equals_the_run_alone() -> None:
     assert torch.equal(again.personal, first.run.personal)
 
 
+@pytest.mark.slow
 def test_fit_auto_writes_a_run_folder_with_the_reasons(tmp_path: Path) -> None:
     fed = world(20, 0.3)
     run = coterie.fit(fed, "auto", 18, tmp_path / "run")

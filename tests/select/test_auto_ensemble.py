@@ -48,6 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ChosenRun:
         return fit_chosen(fed, 9, place / "run", methods=["fedavg", "trees"], effort=3, refit="validation")
 
 
+@pytest.mark.slow
 def test_it_predicts_the_weighted_mean_of_probabilities(run: ChosenRun) -> None:
     assert run.algorithm.name == "ensemble" and run.blend is not None and run.refit == "validation"
     kinds = {part.algorithm.name for part in run.blend.parts}

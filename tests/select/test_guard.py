@@ -174,6 +174,7 @@ def test_a_guard_that_lets_everybody_through_says_so() -> None:
     assert GuardEffect.of("fedavg", [run], find("rmse")).sentence().startswith("1 of 4 clients ('0') keeps")
 
 
+@pytest.mark.slow
 def test_the_command_shows_who_keeps_its_own(command: Command, tmp_path: Path) -> None:
     shown = command("compare", "heart_disease", "--client", "hospital", "--target", "sick", "--rounds", 2)
     assert "keep own" not in shown.out and "Guard" not in shown.out

@@ -28,7 +28,7 @@ def federation(rows: int = 60, task: str = "binary") -> coterie.Federation:
     return coterie.Federation.from_arrays(xs, ys, model, split=(0.6, 0.2, 0.2))
 
 
-@pytest.mark.quick("regression")
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["binary", "regression"])
 def test_the_cost_of_a_method_is_that_of_rows_held_out_in_turn(task: str) -> None:
     fed = federation(task=task)

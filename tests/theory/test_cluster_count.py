@@ -14,6 +14,7 @@ def test_clusters_apart_are_counted(ratio):
     assert [estimate_clusters(c.points) for c in clouds] == [len(c.means) for c in clouds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scatter", ["gaussian", "axes", "tails", "ball"])
 def test_one_cloud_is_one_cluster(scatter):
     found = [estimate_clusters(_scattered(36, d, scatter, seed)) for d, seed in ((2, 7), (200, 8))]

@@ -70,6 +70,7 @@ def dense(variances, owner, first, second, x, y, restricted):
     return value, beta, np.linalg.solve(v, left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("restricted", [False, True])
 def test_all_is_that_of_the_dense_covariance_matrix(nested, restricted):

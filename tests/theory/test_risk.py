@@ -228,6 +228,7 @@ def test_centre_error_of_maml_by_moments(alpha):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_measured_centre_error():
     measured = {"fedavg": [], "pfedme": []}
     for seed in range(25):

@@ -107,6 +107,7 @@ def test_fine_tuning_starts_from_the_shared_model(trained: dict[str, Path]) -> N
     torch.testing.assert_close(models[0], w, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_dittos_newcomer_ends_at_its_own_minimum(trained: dict[str, Path]) -> None:
     run, new = trained["ditto"], clinics(1, 20, seed=3, first=9)
     state, fed = load_state(run), whole(run, new)
@@ -230,6 +231,7 @@ def test_a_newcomer_has_a_name_in_every_row(trained: dict[str, Path]) -> None:
 LONGER = ("fedavg", "fine-tuned", "cobo", "hierarchical")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["ditto", *(pytest.param(name, marks=pytest.mark.slow) for name in LONGER)]
 )

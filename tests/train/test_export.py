@@ -68,7 +68,7 @@ def texts(name: str) -> list[str]:
     return ["" if value is None else str(value) for value in NEW[name]]
 
 
-@pytest.mark.quick("binary-linear", "regression-network")
+@pytest.mark.quick("binary-linear")
 @pytest.mark.parametrize("model", ["linear", "network"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_onnx(runs: dict[str, Path], kind: str, model: str, tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def everything_in(path: Path) -> bytes:
         return path.read_bytes() + b"".join(packed.read(name) for name in packed.namelist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["linear", "network", "trees"])
 @pytest.mark.parametrize("to", SUFFIXES)
 def test_no_format_tells_where_it_was_made(

@@ -82,6 +82,7 @@ def test_a_stopped_run_ends_with_the_same_file(run: coterie.Run, table: polars.D
     )
 
 
+@pytest.mark.slow
 def test_everybody_is_served_from_it(run: coterie.Run, table: polars.DataFrame, tmp_path: Path) -> None:
     """Known and unknown clients, one who takes its model away, and newcomers."""
     assert run.folder is not None

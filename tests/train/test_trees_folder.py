@@ -68,7 +68,7 @@ def columns(run, rows):
     return numbers, texts
 
 
-@pytest.mark.quick("profile")
+@pytest.mark.slow
 def test_onnx_takes_raw_columns(run, rows, expected):
     runtime = pytest.importorskip("onnxruntime")
     numbers, texts = columns(run, rows)

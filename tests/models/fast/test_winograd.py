@@ -60,6 +60,7 @@ def test_transformations_multiply_polynomials() -> None:
     torch.testing.assert_close(results @ ((inputs @ d) * (kernel @ g)), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1), (0, 1)])
 @pytest.mark.parametrize("shape", SHAPES)
