@@ -124,8 +124,8 @@ class Live:
         self.processes[name] = self.stack.enter_context(process(words, log, environment))
 
     def kill(self, name: str, how: int | None = None) -> None:
-        os.killpg(self.processes[name].pid, how)
         how = signal.SIGKILL if how is None else how  # named here, because Windows has none
+        os.killpg(self.processes[name].pid, how)
         if how == signal.SIGKILL:
             self.processes[name].wait()
 
