@@ -188,10 +188,10 @@ class MarginalEffects:
         return client.over_rows(in_chunks, packed, reduce=False)
 
 
-def of_all(fed: Federation, replies: Replies, values: Tensor) -> Tensor:
-    """Return a number for every client [n], not a number for those that did not answer."""
-    nothing = torch.full((fed.n,), torch.nan, dtype=fed.dtype, device=fed.device)
-    return nothing.index_copy(0, replies.ids, values.to(nothing))
+def of_all(fed: Federation, replies: Replies, shares: Tensor) -> Tensor:
+    """Return the share of every client's model that comes from its centre [n]; all of it if the client is away."""
+    whole = torch.ones(fed.n, dtype=fed.dtype, device=fed.device)
+    return whole.index_copy(0, replies.ids, shares.to(whole))
 
 
 def _shares(structure: Structure, psi: Tensor, hessian: Tensor, clusters: Tensor) -> Tensor:
