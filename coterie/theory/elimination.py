@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie.theory.hierarchical import scaled, times
+from coterie.theory.hierarchical import scaled, tied_covariance, times
 
 
 def eliminate(a: Tensor, b: Tensor, spread: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -26,7 +26,7 @@ def eliminate(a: Tensor, b: Tensor, spread: Tensor) -> tuple[Tensor, Tensor, Ten
     -------
     tuple of Tensor
         log det(I + A S) [n], H = (I + A S)^-1 A [n, d, d], g = (I + A S)^-1 b [n, d], and b'S g [n, 1]. All are
-        differentiable once.
+        differentiable once. Variances that are not finite leave nothing of w: log det is infinite, H, g and the last 0.
 
     Examples
     --------
@@ -45,18 +45,20 @@ class _Elimination(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
+        tied, spread = tied_covariance(spread, b)
         identity = torch.eye(b.shape[-1], dtype=a.dtype, device=a.device)
         factors, pivots = torch.linalg.lu_factor(identity + scaled(spread, a).mT)
         both = torch.linalg.lu_solve(factors, pivots, torch.cat([a, b.unsqueeze(-1)], -1))
-        h, g = _symmetric(both[..., :-1]), both[..., -1]
+        h, g = _symmetric(both[..., :-1]) * tied.unsqueeze(-1), both[..., -1] * tied
         move = scaled(spread, g.unsqueeze(-1)).squeeze(-1)
-        ctx.save_for_backward(factors, pivots, h, g, move, spread)
-        return factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1), h, g, (b * move).sum(-1, keepdim=True)
+        ctx.save_for_backward(factors, pivots, h, g, move, spread, tied)
+        logarithm = factors.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+        return torch.where(tied.squeeze(-1), logarithm, torch.inf), h, g, (b * move).sum(-1, keepdim=True)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         by_log, by_h, by_g, by_fit = upstream
-        factors, pivots, h, g, move, spread = ctx.saved_tensors
+        factors, pivots, h, g, move, spread, tied = ctx.saved_tensors
         by_log, by_fit, by_h = by_log[..., None, None], by_fit.unsqueeze(-1), _symmetric(by_h)
         to_a = to_b = None
         half, toward = _product(h, by_h), times(h, by_g)
@@ -67,6 +69,7 @@ class _Elimination(torch.autograd.Function):
             to_spread = to_spread + by_fit.squeeze(-1) * g.square() - toward * g
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             inverse = torch.linalg.lu_solve(factors, pivots, torch.eye(h.shape[-1]).to(h).expand_as(h))
+            inverse = inverse * tied.unsqueeze(-1)
             back = times(inverse.mT, by_g)
             to_b = back + 2 * by_fit.squeeze(-1) * move
             to_a = by_log * scaled(spread, inverse) + inverse.mT @ by_h @ inverse

@@ -69,7 +69,7 @@ def lift(a: Tensor, b: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     >>> h.item(), g.item()
     (0.5, 0.5)
     """
-    tied, s = _covariance(spread, b)
+    tied, s = tied_covariance(spread, b)
     identity = torch.eye(b.shape[-1], dtype=a.dtype, device=a.device)
     both = torch.linalg.solve(identity + scaled(s, a).mT, torch.cat([a, b.unsqueeze(-1)], -1))
     both = both * tied.unsqueeze(-1)
@@ -103,7 +103,7 @@ def settle(a: Tensor, b: Tensor, centre: Tensor, spread: Tensor) -> Tensor:
     >>> settle(torch.eye(1), torch.ones(1), centre=torch.zeros(1), spread=torch.ones(1)).item()
     0.5
     """
-    tied, s = _covariance(spread, b)
+    tied, s = tied_covariance(spread, b)
     identity = torch.eye(b.shape[-1], dtype=a.dtype, device=a.device)
     right = scaled(s, b.unsqueeze(-1)) + centre.unsqueeze(-1)
     t = torch.linalg.solve(identity + scaled(s, a), right).squeeze(-1)
@@ -249,7 +249,7 @@ def _inverted(strength: Tensor, like: Tensor) -> Tensor:
     return (1 / strength).to(like).nan_to_num(posinf=torch.inf)
 
 
-def _covariance(spread: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def tied_covariance(spread: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return which t are tied to their w at all, [..., 1], and the variances [..., d] or covariances of the others.
 
     Variances beyond the square root of the largest number untie as infinity does: their products would overflow.

@@ -50,3 +50,12 @@ def test_it_is_the_integral_over_the_effect() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     logarithm, h, g, fit = (part.item() for part in eliminate(a * one[None], b * one, s * one))
     assert -0.5 * (logarithm + h * w * w - 2 * g * w - fit) == pytest.approx(brute.log().item(), abs=1e-10)
+
+
+def test_infinite_variances_leave_nothing() -> None:
+    one = torch.ones(2, 1, dtype=torch.float64)
+    spread = torch.tensor([[torch.inf], [1.0]], dtype=torch.float64, requires_grad=True)
+    logarithm, h, g, fit = eliminate(one.unsqueeze(-1), one, spread)
+    assert torch.isinf(logarithm[0]) and h[0] == 0 and g[0] == 0 and fit[0] == 0
+    (h.sum() + g.sum() + logarithm[1]).backward()
+    assert spread.grad is not None and torch.isfinite(spread.grad).all()
