@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import polars
 
 FAR = (
-    5.0  # times half the length of the shortest half of the values: one further from its middle is an outlier
+    5.5  # times half the length of the shortest half of the values: one further from its middle is an outlier
 )
 FEW = 6.0  # rows of a client for which that is doubled, since their length says little
 FEWEST_ROWS = 4  # clients with fewer rows have no outliers

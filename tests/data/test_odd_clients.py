@@ -13,7 +13,7 @@ import torch
 
 import coterie
 from coterie.data import tables
-from coterie.data.client_sums import ClientSums
+from coterie.data.client_sums import FAR, FEW, ClientSums
 from coterie.data.preprocess import Preprocessor, local_statistics
 from coterie.data.reversed_labels import find_reversed
 from coterie.train.export import export
@@ -290,7 +290,7 @@ def test_sums_of_each_client_by_brute_force() -> None:
         mine = (owner == name) & ~np.isnan(x)
         size = int(mine.sum())
         low, high = min(combinations(sorted(x[mine]), 2), key=lambda pair: shortest(x[mine], *pair))
-        far = 4 * (1 + 6 / size) * (high - low) / 2
+        far = FAR * (1 + FEW / size) * (high - low) / 2
         inner = mine & (np.abs(np.nan_to_num(x) - (low + high) / 2) <= far)
         assert not inner[7]
         gap = x[inner] - x[inner].mean()
