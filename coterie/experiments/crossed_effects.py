@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from coterie import models
 from coterie.algorithms import make
 from coterie.data import tables
@@ -37,7 +39,9 @@ def ratings(experiment: Experiment, seed: int) -> dict[str, Any]:
     assert fed.table is not None
     scale = fed.table.target_scale
     found: dict[str, Any] = {
-        name: float(value) for name, value in run.algorithm.observe(run.fed, run.state).items()
+        name: float(value)
+        for name, value in run.algorithm.observe(run.fed, run.state).items()
+        if torch.as_tensor(value).numel() == 1
     }
     found["deviance"] = run.state.deviance + 2 * frame.height * math.log(scale)
     for scaled in fed.table.preprocessor.scales:

@@ -349,3 +349,13 @@ def test_variances_are_unbiased(kind):
         found.append(float(run.state.within.max()))
     error = np.std(found) / len(found) ** 0.5
     assert abs(np.mean(found) - 1) < 0.1 + 2 * error, found
+
+
+@pytest.mark.slow
+def test_a_client_in_other_units_ends_no_fit_of_classes_in_clusters() -> None:
+    """The variance of the clusters grew without end, and the next Newton step failed with a traceback."""
+    from benchmarks import poisoned_units
+
+    xs, ys = poisoned_units.world(0, classes=True, clustered=True)
+    xs[-1] = 1000 * xs[-1]
+    assert poisoned_units.error(xs, ys, classes=True, clustered=True) < 0.6
