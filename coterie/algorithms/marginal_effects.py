@@ -107,7 +107,9 @@ class MarginalEffects:
         near = Components(1.0, here.between.expand(1, -1), torch.zeros_like(here.between))
         sums = between_sums(here, found, clusters)
         got = maximum_likelihood(sums, s.groups.long(), noise=1.0, restricted=restricted, near=near)
-        between = got.within[0].where(got.within[0] < torch.finfo(s.x.dtype).max, here.between)  # no end in sight
+        between = got.within[0].where(
+            got.within[0] < torch.finfo(s.x.dtype).max, here.between
+        )  # no end in sight
         return ModelPoint(step.target.common, step.target.centres, step.target.psi, between)
 
     def _moved(self, fed: Federation, s: State, point: ModelPoint, clusters: Tensor) -> State:
