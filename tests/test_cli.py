@@ -239,6 +239,7 @@ class TestFit:
         )
         assert again.code == 0, again.err
 
+    @pytest.mark.slow
     def test_model_and_device_by_name(self, command: Command, tmp_path: Path) -> None:
         run = tmp_path / "run"
         shown = command("fit", *HEART, "--model", "mlp", "--rounds", 2, "--out", run)

@@ -8,6 +8,7 @@ import pytest
 HEART = ("heart_disease", "--client", "hospital", "--target", "sick")
 
 
+@pytest.mark.slow
 def test_plan_prints_the_choice_and_writes_plot_and_json(command, tmp_path):
     result = command(
         "plan",

@@ -57,6 +57,7 @@ def run(table, folder, policy=GUARDED, refit="none", **more):
     return models, own, notes
 
 
+@pytest.mark.slow
 def test_a_stranger_keeps_its_own_model_and_says_so(table, tmp_path):
     models, own, notes = run(table, tmp_path)
     assert own["stranger"] == ["stranger"] and sum(map(len, own.values())) <= 2

@@ -31,6 +31,7 @@ def chosen(guard: bool) -> Choice:
     return choose(with_a_stranger(), rounds=27, methods=["fedavg", "ditto"], guard=guard)
 
 
+@pytest.mark.slow
 def test_a_stranger_keeps_its_own_model_and_nobody_else_does():
     free, guarded = chosen(False), chosen(True)
     assert guarded.guarded == [STRANGER] and free.guarded == [] and guarded.run.own is not None

@@ -171,20 +171,7 @@ def test_the_others_stay_as_they_were(trained: dict[str, Path]) -> None:
     assert {file: file.read_bytes() for file in trained["ditto"].rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.quick(
-    "local",
-    "fedavg",
-    "fine-tuned",
-    "ditto",
-    "cobo",
-    "ifca",
-    "hierarchical",
-    "fedper",
-    "fedbn",
-    "ffa-lora",
-    "trees",
-    "async-l2gd",
-)
+@pytest.mark.quick("local", "ditto", "hierarchical", "trees")
 @pytest.mark.parametrize("name", sorted(all_algorithms()))
 def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
     table = clinics(6, 30, seed=1)

@@ -80,7 +80,7 @@ def test_is_what_torch_computes() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.quick("_forward-False", "_backward-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("kernel", ["_forward", "_backward"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
