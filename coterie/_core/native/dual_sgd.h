@@ -44,7 +44,7 @@ INLINE four sums(const lanes *vectors) {
 }
 
 /* A table [outputs, columns] in whole vectors: the last has the last columns, with zeros for those that came before. */
-static void pack(const float *table, int64_t outputs, int64_t columns, float *packed) {
+INLINE void pack(const float *table, int64_t outputs, int64_t columns, float *packed) {
     int64_t length = rounded(columns), whole = columns / LANES * LANES, rest = columns - whole;
     for (int64_t o = 0; o < outputs; o++, table += columns, packed += length) {
         memcpy(packed, table, whole * sizeof *table);
@@ -85,7 +85,7 @@ INLINE void score_rows(
 }
 
 /* to [outputs, step] = table times rows [rows, columns], with zeros up to `step`. */
-static void score(
+INLINE void score(
     const float *x, int64_t rows, int64_t columns, const float *packed, int64_t outputs, float *to, int64_t step
 ) {
     memset(to, 0, outputs * step * sizeof *to);
@@ -127,7 +127,7 @@ INLINE void add_tile(
     }
 }
 
-static void add_rows(const sum_of_rows *s) {
+INLINE void add_rows(const sum_of_rows *s) {
     int64_t c = 0;
     for (; c + TALL * LANES <= s->columns; c += TALL * LANES)
         for (int64_t o = 0; o < s->outputs; o += WIDE) FOR_OUTPUTS(s->outputs - o, add_tile, TALL, s, o, c, 0)
@@ -138,7 +138,7 @@ static void add_rows(const sum_of_rows *s) {
 }
 
 /* From scores [outputs, length] to what the losses' slopes in them are without the labels. */
-static void predict(int64_t loss, int64_t outputs, float *scores, int64_t length) {
+INLINE void predict(int64_t loss, int64_t outputs, float *scores, int64_t length) {
     for (int64_t b = 0; b < length; b += LANES) {
         float *of = scores + b;
         if (loss == LOGISTIC) store(of, 1.0f / (1.0f + exponential(-load(of))));
