@@ -10,6 +10,7 @@ from torch import Tensor
 from coterie.models import fast
 from coterie.models.tree_walk import FEATURE, MISSING, PARENT, THRESHOLD
 
+CELLS = 1 << 24  # that are added at once, of rows x features
 used: Counter[str] = Counter()  # how often each way to sum was taken, in this process
 
 
@@ -77,14 +78,14 @@ def histograms(bins: Tensor, pairs: Tensor, leaf: Tensor, nodes: Tensor, count: 
     trees, asked = nodes.shape
     sums = pairs.new_zeros(k * trees * asked * features * count, pairs.shape[-1])
     client = torch.arange(k, device=bins.device).repeat_interleave(rows)
-    wide = bins.reshape(-1, features).long()
+    columns = torch.arange(features, device=bins.device)
+    wide = bins.reshape(-1, features)
     for tree in range(trees):
-        for place, node in enumerate(nodes[tree].tolist()):
-            if node < 0:
-                continue
-            mine = (leaf[..., tree].reshape(-1) == node).nonzero().squeeze(-1)
-            start = ((client[mine] * trees + tree) * asked + place) * features * count
-            added = pairs[..., tree, :].reshape(-1, pairs.shape[-1])[mine]
-            for feature in range(features):
-                sums.index_add_(0, start + feature * count + wide[mine, feature], added)
+        own = leaf[..., tree].reshape(-1, 1) == nodes[tree]  # at most one node of a row, and -1 is no leaf
+        mine, place = own.nonzero(as_tuple=True)
+        start = ((client[mine] * trees + tree) * asked + place) * features * count
+        added = pairs[..., tree, :].reshape(-1, pairs.shape[-1])[mine]
+        for some in columns.split(max(1, CELLS // max(1, len(mine)))):
+            cell = start.unsqueeze(-1) + some * count + wide[mine][:, some].long()
+            sums.index_add_(0, cell.reshape(-1), added.repeat_interleave(len(some), 0))
     return sums.view(k, trees, asked, features, count, pairs.shape[-1])
