@@ -204,12 +204,13 @@ class Growth:
         at = tuple(torch.tensor(frontier).t())
         stacked = torch.stack(found)
         best = best_splits(stacked, self.low[at], self.high[at], self.rules)
-        gains = best.gain.tolist()
+        gains, totals = best.gain.tolist(), stacked[:, 0].sum(1)[:, :2].tolist()
+        chosen = [part.tolist() for part in (best.feature, best.threshold, best.missing, best.left)]
         self.siblings, fresh = {}, [[] for _ in self.count]  # type: ignore[var-annotated]
         for k in best.gain.argsort(descending=True, stable=True).tolist():
             tree, leaf = frontier[k]
             if gains[k] > self.rules.gain and self.count[tree] < self.leaves:
-                asked, sibling = self._split(tree, leaf, best, k, stacked[k, 0].sum(0)[:2])
+                asked, sibling = self._split(tree, leaf, totals[k], *(part[k] for part in chosen))
                 self.siblings[tree, asked] = sibling, stacked[k]
                 fresh[tree].append(asked)
         width = max(1, *map(len, fresh))
@@ -219,20 +220,27 @@ class Growth:
         """Return the values of the leaves, [trees, leaves]."""
         return value(self.sums, self.rules.smoothing, self.low, self.high)
 
-    def _split(self, tree: int, leaf: int, best: BestSplits, k: int, total: Tensor) -> tuple[int, int]:
+    def _split(
+        self,
+        tree: int,
+        leaf: int,
+        total: list[float],
+        feature: int,
+        threshold: float,
+        missing: float,
+        left: list[float],
+    ) -> tuple[int, int]:
         """Split a leaf; return the child to be asked for, and its sibling."""
-        fresh, feature = self.count[tree], int(best.feature[k])
+        fresh = self.count[tree]
         self.count[tree] += 1
-        left = best.left[k, :2]
-        sides = torch.stack([left, total - left])
-        self.sums[tree, [leaf, fresh]] = sides
-        on_left, on_right = sides[:, 1].tolist()
-        share = float(sides[1, 1] / sides[:, 1].sum())
-        split = (leaf, feature, float(best.threshold[k]), float(best.missing[k]), share)  # PARENT, ..., SHARE
-        self.splits[tree, fresh - 1] = self.splits.new_tensor(split)
+        (g, h), right = left[:2], [total[0] - left[0], total[1] - left[1]]
+        sides = torch.tensor([[g, h], right], dtype=torch.float64)
+        self.sums[tree, leaf], self.sums[tree, fresh] = sides
+        split = (leaf, feature, threshold, missing, right[1] / ((h + right[1]) or 1.0))  # PARENT, ..., SHARE
+        self.splits[tree, fresh - 1] = torch.tensor(split, dtype=torch.float64)
         if self.monotone:
             self._narrow(tree, leaf, fresh, float(self.rules.signs[feature]), sides)
-        return (leaf, fresh) if on_left <= on_right else (fresh, leaf)
+        return (leaf, fresh) if h <= right[1] else (fresh, leaf)
 
     def _narrow(self, tree: int, leaf: int, fresh: int, sign: float, sides: Tensor) -> None:
         """Give the two children of a leaf its bounds; those of a monotone feature meet in the middle."""

@@ -12,6 +12,7 @@ from coterie import models
 from coterie._core.errors import DataError, SettingError
 from coterie.models import fast
 from coterie.models.binning import GRIDS, LEAST, NO_EDGE, GridSearch, cell_counts, to_bins
+from coterie.models.fast import tree_kernel
 from coterie.models.histograms import assign, histograms
 from coterie.models.objectives import OBJECTIVES
 from coterie.models.personal_leaves import PULLS, SHARED, Step, boost, leaf_sums, nodes_of
@@ -61,6 +62,14 @@ def test_rows_of_bins_find_the_leaves_of_their_values(way):
     known = ~(x[:, 2] == 3)  # with two cut points the last bin, 3, is for missing values
     found = assign(bins, binned, KINDS, 3)
     assert torch.equal(found[known, 0].long(), leaves(TREE, KINDS, x)[known, 0])
+
+
+@pytest.mark.parametrize(("column", "wrong"), [(0, 3.0), (0, 1e300), (0, NAN), (1, 3.0), (1, NAN), (1, -1.0)])
+def test_splits_of_a_lying_server_reach_no_memory_of_others(column, wrong):
+    lie = TREE.clone()
+    lie[0, 1, column] = wrong
+    with pytest.raises(IndexError, match="a split names"):
+        tree_kernel.leaves(torch.zeros(5, 3, dtype=torch.uint8), lie, KINDS, 3)
 
 
 def test_histograms_are_sums_over_rows(way):

@@ -12,24 +12,28 @@ void coterie_tree_leaves(const uint8_t *bins, int64_t rows, int64_t features, co
         int64_t used = 0;
         while (used < count && own[4 * used] >= 0)
             used++;
-        int64_t parent[256], feature[256], threshold[256], gone[256], kind[256];
+        int64_t feature[256], threshold[256], gone[256], kind[256];
+        int64_t child[512];
+        int64_t first = -1, *next[257]; /* where the next split of a leaf is noted */
+        next[0] = &first;
         for (int64_t s = 0; s < used; s++) {
-            parent[s] = (int64_t)own[4 * s], feature[s] = (int64_t)own[4 * s + 1];
-            threshold[s] = (int64_t)own[4 * s + 2], gone[s] = own[4 * s + 3] > 0.5;
-            kind[s] = categorical[feature[s]];
+            const int64_t parent = (int64_t)own[4 * s];
+            feature[s] = (int64_t)own[4 * s + 1], threshold[s] = (int64_t)own[4 * s + 2];
+            gone[s] = own[4 * s + 3] > 0.5, kind[s] = categorical[feature[s]];
+            *next[parent] = s;
+            child[2 * s] = -1 - parent, child[2 * s + 1] = -2 - s; /* leaves, until they are split */
+            next[parent] = child + 2 * s, next[s + 1] = child + 2 * s + 1;
         }
         for (int64_t row = 0; row < rows; row++) {
             const uint8_t *x = bins + row * features;
-            int64_t at = 0;
-            for (int64_t s = 0; s < used; s++) {
-                if (parent[s] != at)
-                    continue;
-                int64_t bin = x[feature[s]];
-                int64_t right = kind[s] ? (threshold[s] >> (bin < 62 ? bin : 62)) & 1 : bin > threshold[s];
-                if (bin == missing ? gone[s] : right)
-                    at = s + 1;
+            int64_t at = first;
+            while (at >= 0) {
+                const int64_t bin = x[feature[at]];
+                const int64_t right =
+                    kind[at] ? (threshold[at] >> (bin < 62 ? bin : 62)) & 1 : bin > threshold[at];
+                at = child[2 * at + (bin == missing ? gone[at] : right)];
             }
-            leaf[row * trees + tree] = (int32_t)at;
+            leaf[row * trees + tree] = (int32_t)(-1 - at);
         }
     }
 }

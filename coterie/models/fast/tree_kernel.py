@@ -23,8 +23,11 @@ def leaves(bins: Tensor, splits: Tensor, categorical: Tensor, missing: int) -> T
     splits = splits[..., :COLUMNS].double().contiguous()
     if splits.shape[1] > native.MOST_SPLITS:
         raise ValueError(f"a tree may have {native.MOST_SPLITS + 1} leaves")
-    if bool((splits[..., 1] >= bins.shape[1]).any()) or bool((splits[..., 1] < 0).any()):
+    parent, feature = splits[..., 0], splits[..., 1]  # from a server that may lie
+    if not bool(((parent < 0) | ((feature >= 0) & (feature < bins.shape[1]))).all()):
         raise IndexError("a split names a feature that the rows do not have")
+    if not bool((parent <= torch.arange(splits.shape[1])).all()):
+        raise IndexError("a split names a leaf that is not there")
     leaf = torch.empty(len(bins), len(splits), dtype=torch.int32)
     native.leaves(bins.contiguous(), splits, categorical.to(torch.uint8), missing, leaf)
     return leaf
