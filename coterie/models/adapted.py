@@ -216,7 +216,9 @@ class AdaptedModule:
 
     def _recompute(self) -> None:
         """Recompute each layer in the backward pass instead of storing its activations; dropout stays off."""
-        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        name = "activation_checkpointing_enable"  # its name since transformers 5.23
+        enable = getattr(self.base, name, None) or self.base.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         for layer in self.layers:
             layer.training = True
 
