@@ -75,6 +75,8 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(os, "open", no_folder)
     monkeypatch.setattr(shutil, "_use_fd_functions", False)  # rmtree opens folders where the system lets it
+    if hasattr(shutil, "_rmtree_impl"):  # since Python 3.14 it has decided when it is imported
+        monkeypatch.setattr(shutil, "_rmtree_impl", shutil._rmtree_unsafe)  # type: ignore[attr-defined]
     monkeypatch.setattr(os, "replace", refuse_if_in_use(os.replace, 1))
     monkeypatch.setattr(os, "unlink", refuse_if_in_use(os.unlink, 0))
     monkeypatch.setattr(os, "kill", lambda *given: pytest.fail("os.kill would send Ctrl-C"))

@@ -15,6 +15,14 @@ typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* A product that is rounded before it is added: compilers choose otherwise which of two products they fuse with a sum,
+   and gcc 16 chooses differently for tiles of different sizes. */
+#if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
+#define ROUNDED(product) __builtin_assoc_barrier(product)
+#else
+#define ROUNDED(product) (product)
+#endif
+
 #define UNROLLED _Pragma("GCC unroll 16") /* loops over what is to stay in registers */
 
 INLINE lanes load(const float *from) {

@@ -58,18 +58,17 @@ INLINE void tile(const int rows, const int wide, const struct product *p, int64_
     if (column + wide * LANES <= p->columns) {
         UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < wide; c++) {
             int64_t at = column + c * LANES;
-            if (p->start) sums[r][c] += p->factor * load(p->start + (row + r) * p->start_step + at);
+            if (p->start) sums[r][c] += ROUNDED(p->factor * load(p->start + (row + r) * p->start_step + at));
             store(p->to + (row + r) * p->to_step + at, sums[r][c]);
         }
         return;
     }
-    float edge[MOST_ROWS][2 * LANES];
-    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < wide; c++) store(edge[r] + c * LANES, sums[r][c]);
-    for (int r = 0; r < rows; r++)
-        for (int64_t c = 0; c < wide * LANES && column + c < p->columns; c++) {
-            float more = p->start ? p->factor * p->start[(row + r) * p->start_step + column + c] : 0;
-            p->to[(row + r) * p->to_step + column + c] = edge[r][c] + more;
-        }
+    /* the same operations, so that digits do not depend on where columns end */
+    UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int c = 0; c < wide; c++) {
+        int64_t at = column + c * LANES, count = p->columns - at;
+        if (p->start) sums[r][c] += ROUNDED(p->factor * load_some(p->start + (row + r) * p->start_step + at, count));
+        store_some(p->to + (row + r) * p->to_step + at, sums[r][c], count);
+    }
 }
 
 #define CASE(HEIGHT) \
