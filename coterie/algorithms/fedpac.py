@@ -15,6 +15,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.heads import last_linear
+from coterie.models.local_sgd import Centres
 from coterie.theory.simplex import best_mixtures
 
 
@@ -72,19 +73,16 @@ class FedPAC(PartlyShared):
     ) -> dict[str, Tensor]:
         own, body = self.own_part(client.model), self.shared_part(client.model)
         w = own.into(body.into(client.initial_model(), shared), head)
-        features, targets, weight = client.features(w)
-        hits, square = client.model.hits(targets, weight), features.square().sum(-1)
+        sums, counts, square = client.class_sums(w)
+        pull = Centres(prototypes, known, 2 * self.lam / prototypes.shape[-1])
         w = client.sgd(w, self.lr, self.head_steps, mask=own.mask, stream="head")
-        pull = 2 * self.lam / prototypes.shape[-1]
-        for _ in range(self.steps):
-            grad = client.grad(w) + pull * client.grad_to_centres(w, prototypes, known, again=True)
-            w = w - self.lr * grad * body.mask.to(w.device)
+        w = client.sgd(w, self.lr, self.steps, mask=body.mask, centres=pull)
         return {
             "shared": body.of(w),
             "head": own.of(w),
-            "sums": hits.mT @ features,
-            "counts": hits.sum(-2),
-            "square": (weight * square).sum(-1, keepdim=True),
+            "sums": sums,
+            "counts": counts,
+            "square": square,
         }
 
     def deploy(self, client: Client, head: Tensor, shared: Tensor) -> Tensor:  # type: ignore[override]

@@ -480,6 +480,9 @@ class Model:
     closed_form: ClassVar[bool] = False
     """True if a gradient is a few tensor operations, without autograd and without a cache."""
 
+    learns_features: ClassVar[bool] = True
+    """False if what reaches the last layer does not depend on the parameters, as in models without hidden layers."""
+
     has_statistics: ClassVar[bool] = False
     """True if loss, gradient and minimiser follow from sums over rows, as for least squares."""
 

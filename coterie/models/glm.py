@@ -43,6 +43,7 @@ class Glm(Model):
     name: ClassVar[str]
     curvature: ClassVar[float]
     closed_form: ClassVar[bool] = True
+    learns_features: ClassVar[bool] = False
     has_hessian: ClassVar[bool] = True
     takes_class_weights: ClassVar[bool] = False
 

@@ -223,11 +223,24 @@ static int64_t draw(uint64_t key, int64_t size, int64_t batch, int64_t *rows) {
     return batch;
 }
 
+/* now [outputs, wide] += sign times what slopes [outputs, length] change in the scores by way of the last column. */
+static void add_last(
+    const dual_sgd_work *s, room *m, const float *last, int64_t size, int64_t length, int64_t batch, float sign
+) {
+    int64_t outputs = s->outputs, columns = s->columns, wide = rounded(size);
+    for (int64_t o = 0; o < outputs; o++) {
+        float sum = 0;
+        for (int64_t b = 0; b < batch; b++) sum += m->slopes[o * length + b] * last[m->drawn[b] * columns];
+        for (int64_t r = 0; r < size; r++) m->now[o * wide + r] += sign * sum * last[r * columns];
+    }
+}
+
 /* The steps of client k, and `shares` [outputs, size] of its rows in what they change. */
 static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares) {
     int64_t who = which(s, k), outputs = s->outputs, size = s->size[who], first = s->start[who], wide = rounded(size);
     int64_t length = rounded(size < s->batch ? size : s->batch);
-    const float *kernel = s->kernels + who * s->largest * s->width;
+    const float *kernel = s->kernels + who * s->largest * s->width, *last = s->x + (first + 1) * s->columns - 1;
+    const float *importance = s->importance ? s->importance + k * s->importance_step : NULL;
     sum_of_rows moves = {m->rows, 0, wide, m->slopes, length, outputs, m->now, 0};
     memset(shares, 0, outputs * size * sizeof *shares);
     for (int64_t t = 0; t < s->steps; t++) {
@@ -238,7 +251,8 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
             }
             if (s->centres)
                 for (int64_t i = 0; i < outputs * wide; i++) m->now[i] += s->pulled * m->middle[i];
-            add_rows(&moves);
+            if (s->moving != LAST) add_rows(&moves);
+            if (s->moving != ALL) add_last(s, m, last, size, length, moves.count, s->moving == LAST ? 1 : -1);
         }
         uint64_t key = mixed(s->keys[k] + (s->number + t * s->every + 1) * GOLDEN);
         int64_t batch = moves.count = draw(key, size, s->batch, m->drawn);
@@ -254,7 +268,7 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
             if (!subtract_label(s->loss, s->integers, s->y, first + row, outputs, m->slopes + b, length))
                 return OUT_OF_RANGE;
             for (int64_t o = 0; o < outputs; o++) {
-                m->slopes[o * length + b] *= pace;
+                m->slopes[o * length + b] *= importance ? pace * importance[row] : pace;
                 shares[o * size + row] += m->slopes[o * length + b];
             }
         }
@@ -263,6 +277,19 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
         witness(m, m->slopes, outputs * length);
     }
     return FINE;
+}
+
+/* What all rows of a client change in a table: those of its columns that move. */
+static void add_moves(const dual_sgd_work *s, const sum_of_rows *sum) {
+    int64_t last = s->columns - 1;
+    float before[s->outputs];
+    for (int64_t o = 0; o < s->outputs; o++) before[o] = sum->to[o * s->columns + last];
+    if (s->moving != LAST) add_rows(sum);
+    for (int64_t o = 0; o < s->outputs && s->moving != ALL; o++) {
+        for (int64_t r = 0; r < sum->count && s->moving == LAST; r++)
+            before[o] += sum->shares[o * sum->step + r] * sum->rows[r][last];
+        sum->to[o * s->columns + last] = before[o];
+    }
 }
 
 /* What is asked of client k, for the sum of its part. */
@@ -298,12 +325,12 @@ static int64_t compute(const dual_sgd_work *s, room *m, int64_t k, float *shares
         for (int64_t i = 0; i < d; i++) sum.to[i] = s->share * table[i];
         if (centre)
             for (int64_t i = 0; i < d; i++) sum.to[i] += s->centre_share * centre[i];
-        add_rows(&sum);
+        add_moves(s, &sum);
     }
     if (s->weights) {
         for (int64_t i = 0; i < outputs * size; i++) m->shares[i] = shares[i] * s->weights[k];
         sum.shares = m->shares, sum.to = total;
-        add_rows(&sum);
+        add_moves(s, &sum);
     }
     return FINE;
 }
