@@ -37,7 +37,7 @@ STEPS, BATCH, ROUNDS = 5, 20, 10
 BAR = 2.0
 EVERY_GRADIENT = 0.05  # of FedAvg's gradients in a round, below which a method is not one of gradients
 COSTS: dict[type[Model], dict[str, float]] = {
-    Glm: {"grad": 1.0, "loss": 1 / 2, "scores": 1 / 2, "hvp": 2.0, "score_grad": 1 / 2},
+    Glm: {"grad": 1.0, "loss": 1 / 2, "scores": 1 / 2, "scores_each": 1 / 2, "hvp": 2.0, "score_grad": 1 / 2},
     Network: {
         "grad": 1.0,
         "loss": 1 / 3,
@@ -93,7 +93,7 @@ def counted() -> Iterator[Callable[[], float]]:
             outer, inside = inside, True
             try:
                 if not outer:
-                    rows += cost * given[0].shape[: w.dim()].numel()
+                    rows += cost * _scored(w, *given)
                 return function(self, w, *given)
             finally:
                 inside = outer
@@ -118,6 +118,14 @@ def counted() -> Iterator[Callable[[], float]]:
             del os.environ["COTERIE_FAST"]
         else:
             os.environ["COTERIE_FAST"] = before
+
+
+def _scored(w: torch.Tensor, *given: torch.Tensor) -> int:
+    """Return how many rows are scored: those of a minibatch [k, B, ...], by each of the models w [..., d]."""
+    inputs = next(
+        one for one in given if one.dim() > 2
+    )  # a product with the Hessian has a vector before them
+    return w.shape[:-1].numel() * inputs.shape[1]
 
 
 def gradients(fed: Federation, algorithm: Algorithm) -> float:

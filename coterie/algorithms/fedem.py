@@ -68,8 +68,7 @@ class FedEm(Algorithm):
     def train(self, client: Client, thetas: Tensor) -> Tensor:
         def expected(thetas: Tensor, pi: Tensor, *rows: Tensor) -> Tensor:
             """E step: the responsibilities [..., m, B] of the components for these rows."""
-            losses = [row_losses(client.model, theta, *rows) for theta in thetas.unbind(-2)]
-            return torch.softmax(pi.log().unsqueeze(-1) - torch.stack(losses, -2), -2)
+            return torch.softmax(pi.log().unsqueeze(-1) - row_losses(client.model, thetas, *rows), -2)
 
         def maximised(m: int) -> Tensor:
             """M step: a component after steps on the rows that it is responsible for, the same for all."""

@@ -16,7 +16,7 @@ from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.heads import last_linear
 from coterie.models.local_sgd import Centres
-from coterie.theory.simplex import best_mixtures
+from coterie.theory.simplex import best_mixtures, onto_simplex
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class FedPAC(PartlyShared):
         classes = fed.model.classes_known
         known, prototypes = x.new_zeros(classes), x.new_zeros(classes, width)
         return State(
-            shared=self.shared_part(fed.model).of(x), heads=heads, prototypes=prototypes, known=known
+            shared=self.shared_part(fed.model).of(x),
+            heads=heads,
+            prototypes=prototypes,
+            known=known,
+            mixtures=torch.eye(fed.n, dtype=x.dtype, device=x.device),
         )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
@@ -60,12 +64,15 @@ class FedPAC(PartlyShared):
         rows = r["counts"].sum(-1, keepdim=True).clamp(min=1)
         means = r["sums"].flatten(1) / rows
         spread = (r["square"] - means.square().sum(-1, keepdim=True)).clamp(min=0) / rows
-        heads = best_mixtures(means, spread.squeeze(-1)) @ r["head"]
+        before = onto_simplex(s.mixtures[r.ids][:, r.ids])  # from which the search for the best begins
+        mixtures = best_mixtures(means, spread.squeeze(-1), start=before)
+        heads = mixtures @ r["head"]
         return State(
             shared=body,
             heads=s.heads.index_copy(0, r.ids, heads),
             prototypes=torch.where((counts > 0).unsqueeze(-1), prototypes, s.prototypes),
             known=torch.maximum((counts > 0).to(s.known), s.known),
+            mixtures=s.mixtures.index_put((r.ids.unsqueeze(-1), r.ids), mixtures),
         )
 
     def train(  # type: ignore[override]

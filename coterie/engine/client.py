@@ -18,6 +18,7 @@ from coterie.engine.encoding import Encoder
 from coterie.engine.keep import Keep
 from coterie.engine.row_privacy import RowPrivacy, refuse
 from coterie.models import blocks, fast
+from coterie.models.base import norm
 from coterie.models.fast.lazy_models import materialize
 from coterie.models.glm import Glm
 from coterie.models.groups import ParameterGroups
@@ -200,11 +201,17 @@ class Client:
 
         def summed(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             features, hits = self.model.hidden_features(w, inputs), self.model.hits(targets, weight)
-            square = (features.square().sum(-1) * weight).sum(-1, keepdim=True)
+            square = (norm(features).squeeze(-1).square() * weight).sum(-1, keepdim=True)
             return torch.cat([(hits.mT @ features).flatten(-2), hits.sum(-2), square], -1)
 
         self._require_free("rows")
-        found, classes = self.over_rows(summed, materialize(x), reduce=False), self.model.classes_known
+        classes = self.model.classes_known
+        if self.model.learns_features or self._runtime.loop:
+            found = self.over_rows(summed, materialize(x), reduce=False)
+        else:
+            found = self._runtime.once(
+                "class sums", lambda all: all.over_rows(summed, all.initial_model(), reduce=False), self._at
+            )
         sums = found[..., : -classes - 1].unflatten(-1, (classes, -1))
         return sums, found[..., -classes - 1 : -1], found[..., -1:]
 
@@ -508,9 +515,7 @@ class Client:
         self._require_free("losses")
 
         def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            each = (w[..., k, :] for k in range(w.shape[-2]))
-            sums = [self.model.measure(one, inputs, targets, weight, [LOSS])[LOSS.name] for one in each]
-            return torch.cat(sums, -1)
+            return self.model.measure_each(w, inputs, targets, weight, [LOSS])[LOSS.name].squeeze(-1)
 
         return self.over_rows(measured, models, self._visible(split), reduce=False)
 

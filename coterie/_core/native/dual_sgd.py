@@ -11,7 +11,9 @@ lanes = 0  # floats per vector register; 0: as many as this processor has
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 ALL, ALL_BUT_LAST, LAST = 0, 1, 2  # columns that steps move
 
-_numbers = "parts clients everybody rows outputs columns largest width steps batch loss integers summed moving"
+_numbers = (
+    "parts clients everybody rows outputs columns largest width steps batch loss integers summed moving"
+)
 _rows = "at start size x y kernels made tables centres"
 
 

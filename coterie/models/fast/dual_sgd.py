@@ -283,7 +283,8 @@ class Compiled(DualDescent):
             rows.largest, kernels.shape[1], len(numbers), self.draws.batch,
             LOSSES[type(model)], rows.y.dtype == torch.int64, model.reduction == "sum",
             moving(model, self.mask) or native.ALL, *map(_address, held), self.tables.stride(0), between,
-            _address(self.importance), apart, self.keys.data_ptr(), numbers.start, numbers.step, *self.rates, self.shares.data_ptr(),
+            _address(self.importance), apart, self.keys.data_ptr(), numbers.start, numbers.step, *self.rates,
+            self.shares.data_ptr(),
             witness=self.witnesses.data_ptr(),
         )  # fmt: skip
 
