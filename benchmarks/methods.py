@@ -139,6 +139,12 @@ def gradients(fed: Federation, algorithm: Algorithm) -> float:
     return (count(4) - count(1)) / 3
 
 
+@functools.cache
+def _averaging(fed: Federation) -> float:
+    """Return the gradients of a round of FedAvg."""
+    return gradients(fed, settings("fedavg"))
+
+
 def seconds(fed: Federation, algorithm: Algorithm) -> float:
     """Return processor seconds that a round adds on one thread, so that start and end do not count."""
 
@@ -154,7 +160,7 @@ def compared(name: str, repeats: int) -> dict[str, Any]:
     """Return milliseconds and gradients of a round, and time per gradient in those of FedAvg on the same model."""
     algorithm, average = settings(name), settings("fedavg")
     fed, usual, work = first_fit(algorithm)
-    reference = gradients(usual, average)
+    reference = _averaging(usual)
     line = {"model": "network" if isinstance(fed.model, Network) else "softmax", "gradients": round(work, 1)}
     if work < EVERY_GRADIENT * reference:
         return line | {"why": "it takes no steps along gradients"}
@@ -165,7 +171,11 @@ def compared(name: str, repeats: int) -> dict[str, Any]:
         alone, ours = seconds(usual, average), seconds(fed, algorithm)
         times.append(1e3 * ours)
         ratios.append(ours / work / (alone / reference))
-    return line | {"ms": round(min(times), 2), "ratio": round(statistics.median(ratios), 2)}
+    return line | {
+        "ms": round(min(times), 2),
+        "ratio": round(statistics.median(ratios), 2),
+        "load": machine.load(),
+    }
 
 
 def main() -> int:
@@ -175,7 +185,9 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), help="methods; all if not given")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--json", type=Path, help="file for the figures, such as benchmarks/results/methods.json"
+        "--json",
+        type=Path,
+        help="file for the figures, such as benchmarks/results/methods.json; other methods in it are kept",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -187,8 +199,10 @@ def main() -> int:
             lines[name] = {"why": str(problem)}
         print(name, lines[name], flush=True)
     if arguments.json:
-        about = {"machine": machine.description(), "load": machine.load(), "bar": BAR}
-        arguments.json.write_text(json.dumps({**about, "methods": lines}, indent=2) + "\n")
+        known = json.loads(arguments.json.read_text())["methods"] if arguments.json.exists() else {}
+        every = dict(sorted((known | lines).items()))
+        found = {"machine": machine.description(), "bar": BAR, "methods": every}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     slow = {name: line["ratio"] for name, line in lines.items() if line.get("ratio", 0) > BAR}
     print(f"above {BAR}: {slow}" if slow else f"none above {BAR}")
     return 1 if slow else 0
