@@ -1,8 +1,8 @@
 """Ten methods in four libraries on one data set, time to finish side by side: `python -m benchmarks.ten_methods`.
 
 20 clients with 60 training rows of the 8 x 8 digits each, most of two or three classes; a perceptron 64-64-10, one pass
-in minibatches of 10 rows in every round. PFLlib and FL-bench are no packages: unpack them as .bench/PFLlib and
-.bench/FL-bench.
+in minibatches of 10 rows in every round. PFLlib and FL-bench are no packages: unpack commits d832e76
+and 06e658b as .bench/PFLlib and .bench/FL-bench.
 """
 
 from __future__ import annotations
