@@ -51,9 +51,10 @@ COSTS: dict[type[Model], dict[str, float]] = {
 
 def settings(name: str) -> Algorithm:
     """Return the method with the steps and minibatches of W1, where it has such settings."""
-    known = {field.name for field in dataclasses.fields(find(name))}
+    known = {field.name: field.metadata.get("options") for field in dataclasses.fields(find(name))}
     wanted = {"steps": STEPS, "batch": BATCH, "weighting": "uniform"}
-    return make(name, **{key: value for key, value in wanted.items() if key in known})
+    suits = {key for key, options in known.items() if options is None or wanted.get(key) in options}
+    return make(name, **{key: value for key, value in wanted.items() if key in suits})
 
 
 @functools.cache

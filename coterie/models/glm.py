@@ -157,7 +157,9 @@ class Glm(Model):
     def scores_each(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the scores [..., m, B, outputs] by several models [..., m, d]; rows are read once for all of them."""
         shape = (w.shape[-2], self.outputs)
-        return (self._table(w).flatten(-3, -2) @ x.mT).unflatten(-2, shape).mT
+        scores: Tensor = self._table(w).flatten(-3, -2) @ x.mT
+        found: Tensor = scores.unflatten(-2, shape).mT
+        return found
 
     def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return the bound curvature * lambda_max(X' diag(weight) X) + l2."""

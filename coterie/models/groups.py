@@ -92,7 +92,8 @@ class Part:
         """Return these entries of x [..., d], [..., size]."""
         if self._columns is not None:
             rows, columns = self._columns
-            return x.unflatten(-1, (rows, -1))[..., columns].flatten(-2)
+            found: Tensor = x.unflatten(-1, (rows, -1))[..., columns].flatten(-2)
+            return found
         return x[..., self.index] if self._span is None else x[..., self._span]
 
     def into(self, x: Tensor, values: Tensor) -> Tensor:
