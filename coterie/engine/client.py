@@ -334,7 +334,10 @@ class Client:
         kept = f"{self.optimizer} {stream}".strip()
         memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
-            grad = self._step_grad(x, stream, full, importance)
+            if importance is not None:
+                grad = self._weighted_grad(x, stream, full, importance)
+            else:
+                grad = self.full_grad(x) if full else self._minibatch_grad(x, stream)
             if centres is not None:
                 grad.add_(self._grad_to_centres(x, centres, stream), alpha=centres.strength)
             x = self._tracked(x, stream)
@@ -354,10 +357,8 @@ class Client:
             setattr(self.keep, kept, memory)
         return x
 
-    def _step_grad(self, x: Tensor, stream: str, full: bool, importance: Tensor | None) -> Tensor:
-        """Return the gradient of a step of `sgd`; `importance` [..., rows] weighs the losses of rows."""
-        if importance is None:
-            return self.full_grad(x) if full else self._minibatch_grad(x, stream)
+    def _weighted_grad(self, x: Tensor, stream: str, full: bool, importance: Tensor) -> Tensor:
+        """Return the gradient of a step of `sgd` where `importance` [..., rows] weighs the losses of rows."""
 
         def grad(w: Tensor, part: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             return self._gradient(w, inputs, targets, weight * part[..., : weight.shape[-1]])
