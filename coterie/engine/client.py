@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from coterie.engine.local_runtime import LocalRuntime
     from coterie.models.base import Model
 
+MOST_KNOWN = 1 << 24  # numbers of all clients together that are kept because no round changes them
+
 
 class Client:
     """A stack of k clients (`at` [k]), all clients (`at` None), or one client with no leading axis (`at` []).
@@ -206,7 +208,8 @@ class Client:
 
         self._require_free("rows")
         classes = self.model.classes_known
-        if self.model.learns_features or self._runtime.loop:
+        many = len(self._runtime.ids) * self.model.d > MOST_KNOWN
+        if self.model.learns_features or self._runtime.loop or many:
             found = self.over_rows(summed, materialize(x), reduce=False)
         else:
             found = self._runtime.once(
