@@ -37,7 +37,7 @@ STEPS, BATCH, ROUNDS = 5, 20, 10
 BAR = 2.0
 EVERY_GRADIENT = 0.05  # of FedAvg's gradients in a round, below which a method is not one of gradients
 COSTS: dict[type[Model], dict[str, float]] = {
-    Glm: {"grad": 1.0, "loss": 1 / 2, "scores": 1 / 2, "hvp": 2.0, "score_grad": 1 / 2},
+    Glm: {"grad": 1.0, "loss": 1 / 2, "scores": 1 / 2, "scores_each": 1 / 2, "hvp": 2.0, "score_grad": 1 / 2},
     Network: {
         "grad": 1.0,
         "loss": 1 / 3,
@@ -51,9 +51,10 @@ COSTS: dict[type[Model], dict[str, float]] = {
 
 def settings(name: str) -> Algorithm:
     """Return the method with the steps and minibatches of W1, where it has such settings."""
-    known = {field.name for field in dataclasses.fields(find(name))}
+    known = {field.name: field.metadata.get("options") for field in dataclasses.fields(find(name))}
     wanted = {"steps": STEPS, "batch": BATCH, "weighting": "uniform"}
-    return make(name, **{key: value for key, value in wanted.items() if key in known})
+    suits = {key for key, options in known.items() if options is None or wanted.get(key) in options}
+    return make(name, **{key: value for key, value in wanted.items() if key in suits})
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def counted() -> Iterator[Callable[[], float]]:
             outer, inside = inside, True
             try:
                 if not outer:
-                    rows += cost * given[0].shape[: w.dim()].numel()
+                    rows += cost * _scored(w, *given)
                 return function(self, w, *given)
             finally:
                 inside = outer
@@ -120,6 +121,14 @@ def counted() -> Iterator[Callable[[], float]]:
             os.environ["COTERIE_FAST"] = before
 
 
+def _scored(w: torch.Tensor, *given: torch.Tensor) -> int:
+    """Return how many rows are scored: those of a minibatch [k, B, ...], by each of the models w [..., d]."""
+    inputs = next(
+        one for one in given if one.dim() > 2
+    )  # a product with the Hessian has a vector before them
+    return w.shape[:-1].numel() * inputs.shape[1]
+
+
 def gradients(fed: Federation, algorithm: Algorithm) -> float:
     """Return gradients of 20 rows in a round, the mean of three after the first."""
 
@@ -129,6 +138,12 @@ def gradients(fed: Federation, algorithm: Algorithm) -> float:
             return read()
 
     return (count(4) - count(1)) / 3
+
+
+@functools.cache
+def _averaging(fed: Federation) -> float:
+    """Return the gradients of a round of FedAvg."""
+    return gradients(fed, settings("fedavg"))
 
 
 def seconds(fed: Federation, algorithm: Algorithm) -> float:
@@ -146,7 +161,7 @@ def compared(name: str, repeats: int) -> dict[str, Any]:
     """Return milliseconds and gradients of a round, and time per gradient in those of FedAvg on the same model."""
     algorithm, average = settings(name), settings("fedavg")
     fed, usual, work = first_fit(algorithm)
-    reference = gradients(usual, average)
+    reference = _averaging(usual)
     line = {"model": "network" if isinstance(fed.model, Network) else "softmax", "gradients": round(work, 1)}
     if work < EVERY_GRADIENT * reference:
         return line | {"why": "it takes no steps along gradients"}
@@ -157,7 +172,11 @@ def compared(name: str, repeats: int) -> dict[str, Any]:
         alone, ours = seconds(usual, average), seconds(fed, algorithm)
         times.append(1e3 * ours)
         ratios.append(ours / work / (alone / reference))
-    return line | {"ms": round(min(times), 2), "ratio": round(statistics.median(ratios), 2)}
+    return line | {
+        "ms": round(min(times), 2),
+        "ratio": round(statistics.median(ratios), 2),
+        "load": machine.load(),
+    }
 
 
 def main() -> int:
@@ -167,7 +186,9 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), help="methods; all if not given")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--json", type=Path, help="file for the figures, such as benchmarks/results/methods.json"
+        "--json",
+        type=Path,
+        help="file for the figures, such as benchmarks/results/methods.json; other methods in it are kept",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -179,8 +200,10 @@ def main() -> int:
             lines[name] = {"why": str(problem)}
         print(name, lines[name], flush=True)
     if arguments.json:
-        about = {"machine": machine.description(), "load": machine.load(), "bar": BAR}
-        arguments.json.write_text(json.dumps({**about, "methods": lines}, indent=2) + "\n")
+        known = json.loads(arguments.json.read_text())["methods"] if arguments.json.exists() else {}
+        every = dict(sorted((known | lines).items()))
+        found = {"machine": machine.description(), "bar": BAR, "methods": every}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     slow = {name: line["ratio"] for name, line in lines.items() if line.get("ratio", 0) > BAR}
     print(f"above {BAR}: {slow}" if slow else f"none above {BAR}")
     return 1 if slow else 0

@@ -75,10 +75,11 @@ class Cfl(Algorithm):
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
-        r = fed.map(self.train, each={"x": s.models[s.labels if ids is None else s.labels[ids]]}, to=ids)
+        before = s.models[s.labels if ids is None else s.labels[ids]]
+        r = fed.map(self.train, each={"x": before}, to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so no model was trained")
-        moves = r.values - s.models[s.labels[r.ids]]
+        moves = r.values - (before if len(r) == len(before) else s.models[s.labels[r.ids]])
         lengths = norm(moves)
         models = r.mean(uniform=self.weighting == "uniform", by=s.labels, default=s.models)
         longest = torch.maximum(s.longest, lengths.amax())
@@ -101,8 +102,8 @@ class Cfl(Algorithm):
     @staticmethod
     def _second_part(moves: Tensor) -> Tensor:
         """Return which clients leave: those apart from the first in two groups by complete linkage of cosines."""
-        direction = torch.nn.functional.normalize(moves.double(), dim=1)
-        apart = (1 - direction @ direction.t()).clamp(min=0).cpu()
+        direction = torch.nn.functional.normalize(moves, dim=1)
+        apart = (1 - direction @ direction.t()).clamp(min=0).double().cpu()
         upper = torch.triu_indices(len(moves), len(moves), 1)
         tree = scipy.cluster.hierarchy.linkage(apart[upper[0], upper[1]], "complete")
         parts = torch.from_numpy(scipy.cluster.hierarchy.fcluster(tree, 2, "maxclust"))

@@ -66,27 +66,18 @@ class FedEm(Algorithm):
         client.keep.pi = equal.expand(*client.lead, self.components)
 
     def train(self, client: Client, thetas: Tensor) -> Tensor:
-        pi, w = client.keep.pi, thetas
-
-        def expected(before: Tensor, pi: Tensor, *rows: Tensor) -> Tensor:
+        def expected(thetas: Tensor, pi: Tensor, *rows: Tensor) -> Tensor:
             """E step: the responsibilities [..., m, B] of the components for these rows."""
-            losses = [row_losses(client.model, theta, *rows) for theta in before.unbind(-2)]
-            return torch.softmax(pi.log().unsqueeze(-1) - torch.stack(losses, -2), -2)
+            return torch.softmax(pi.log().unsqueeze(-1) - row_losses(client.model, thetas, *rows), -2)
 
-        def gradients(w: Tensor, before: Tensor, pi: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            """M step: the gradients of all components on the rows that they are responsible for."""
-            q = expected(before, pi, x, y, weight)
-            each = enumerate(w.unbind(-2))
-            return torch.stack([client.grad_on(theta, x, y, weight * q[..., m, :]) for m, theta in each], -2)
+        def maximised(m: int) -> Tensor:
+            """M step: a component after steps on the rows that it is responsible for, the same for all."""
+            theta, own = thetas[..., m, :], q[..., m, :]
+            return client.sgd(theta, self.lr, self.steps, importance=own, again=m > 0)
 
-        def shares(before: Tensor, pi: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            """Return the means of the responsibilities over rows with these weights."""
-            return (expected(before, pi, x, y, weight) * weight.unsqueeze(-2)).sum(-1)
-
-        for _ in range(self.steps):
-            w = w.sub(client.over_batch(gradients, (w, thetas, pi)), alpha=self.lr)
-        client.keep.pi = client.over_rows(shares, (thetas, pi), reduce=False).clamp(min=1e-12)
-        return w
+        q = client.values_of_rows(expected, (thetas, client.keep.pi))
+        client.keep.pi = (q.sum(-1) / client.size.clamp(min=1)).clamp(min=1e-12)
+        return torch.stack([maximised(m) for m in range(self.components)], -2)
 
     def deploy(self, client: Client, thetas: Tensor) -> Tensor:
         pi = client.keep.pi.unsqueeze(-1)

@@ -13,7 +13,8 @@ from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.optimizers import OPTIMIZERS
 from coterie.engine.state import State
-from coterie.models.base import norm
+
+DIRECT = "donot_use_mm_for_euclid_dist"  # distances from differences: two models may be close
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class FedFomo(Algorithm):
 
     def train(self, client: Client, others: Tensor) -> dict[str, Tensor]:
         own = client.keep.personal
-        apart = others - own.unsqueeze(-2)
-        losses = self._losses(client, torch.cat([own.unsqueeze(-2), others], -2))
-        gains = (losses[..., :1] - losses[..., 1:]).clamp(min=0) / norm(apart).squeeze(-1).clamp(min=1e-12)
+        before, others_loss = self._losses(client, own.unsqueeze(-2)), self._losses(client, others)
+        apart = torch.cdist(own.unsqueeze(-2), others, compute_mode=DIRECT).squeeze(-2)
+        gains = (before - others_loss).clamp(min=0) / apart.clamp(min=1e-12)
         weights = gains / gains.sum(-1, keepdim=True).clamp(min=1e-30)
-        mixed = own + (weights.unsqueeze(-2) @ apart).squeeze(-2)
+        mixed = (1 - weights.sum(-1, keepdim=True)) * own + (weights.unsqueeze(-2) @ others).squeeze(-2)
         client.keep.personal = client.sgd(mixed, self.lr, self.steps)
         return {"model": client.keep.personal, "weights": weights}
 

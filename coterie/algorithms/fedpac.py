@@ -15,7 +15,8 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.heads import last_linear
-from coterie.theory.simplex import best_mixtures
+from coterie.models.local_sgd import Centres
+from coterie.theory.simplex import best_mixtures, onto_simplex
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ class FedPAC(PartlyShared):
         classes = fed.model.classes_known
         known, prototypes = x.new_zeros(classes), x.new_zeros(classes, width)
         return State(
-            shared=self.shared_part(fed.model).of(x), heads=heads, prototypes=prototypes, known=known
+            shared=self.shared_part(fed.model).of(x),
+            heads=heads,
+            prototypes=prototypes,
+            known=known,
+            mixtures=torch.eye(fed.n, dtype=x.dtype, device=x.device),
         )
 
     def round(self, fed: Federation, s: State, t: int) -> State:
@@ -59,12 +64,15 @@ class FedPAC(PartlyShared):
         rows = r["counts"].sum(-1, keepdim=True).clamp(min=1)
         means = r["sums"].flatten(1) / rows
         spread = (r["square"] - means.square().sum(-1, keepdim=True)).clamp(min=0) / rows
-        heads = best_mixtures(means, spread.squeeze(-1)) @ r["head"]
+        before = onto_simplex(s.mixtures[r.ids][:, r.ids])  # from which the search for the best begins
+        mixtures = best_mixtures(means, spread.squeeze(-1), start=before)
+        heads = mixtures @ r["head"]
         return State(
             shared=body,
             heads=s.heads.index_copy(0, r.ids, heads),
             prototypes=torch.where((counts > 0).unsqueeze(-1), prototypes, s.prototypes),
             known=torch.maximum((counts > 0).to(s.known), s.known),
+            mixtures=s.mixtures.index_put((r.ids.unsqueeze(-1), r.ids), mixtures),
         )
 
     def train(  # type: ignore[override]
@@ -72,19 +80,16 @@ class FedPAC(PartlyShared):
     ) -> dict[str, Tensor]:
         own, body = self.own_part(client.model), self.shared_part(client.model)
         w = own.into(body.into(client.initial_model(), shared), head)
-        features, targets, weight = client.features(w)
-        hits, square = client.model.hits(targets, weight), features.square().sum(-1)
+        sums, counts, square = client.class_sums(w)
+        pull = Centres(prototypes, known, 2 * self.lam / prototypes.shape[-1])
         w = client.sgd(w, self.lr, self.head_steps, mask=own.mask, stream="head")
-        pull = 2 * self.lam / prototypes.shape[-1]
-        for _ in range(self.steps):
-            grad = client.grad(w) + pull * client.grad_to_centres(w, prototypes, known, again=True)
-            w = w - self.lr * grad * body.mask.to(w.device)
+        w = client.sgd(w, self.lr, self.steps, mask=body.mask, centres=pull)
         return {
             "shared": body.of(w),
             "head": own.of(w),
-            "sums": hits.mT @ features,
-            "counts": hits.sum(-2),
-            "square": (weight * square).sum(-1, keepdim=True),
+            "sums": sums,
+            "counts": counts,
+            "square": square,
         }
 
     def deploy(self, client: Client, head: Tensor, shared: Tensor) -> Tensor:  # type: ignore[override]

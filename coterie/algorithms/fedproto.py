@@ -14,6 +14,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.heads import last_linear
+from coterie.models.local_sgd import Centres
 from coterie.models.zoo import mlp
 
 FAR = 1e4  # score below all others, for a class of which nobody has a row
@@ -58,12 +59,10 @@ class FedProto(Algorithm):
         client.keep.personal = client.initial_model()
 
     def train(self, client: Client, prototypes: Tensor, known: Tensor) -> dict[str, Tensor]:
-        v, pull = client.keep.personal, 2 * self.lam / prototypes.shape[-1]
-        for _ in range(self.steps):
-            grad = client.grad(v)
-            v = v - self.lr * (grad + pull * client.grad_to_centres(v, prototypes, known, again=True))
+        pull = Centres(prototypes, known, 2 * self.lam / prototypes.shape[-1])
+        v = client.sgd(client.keep.personal, self.lr, self.steps, centres=pull)
         client.keep.personal = v
-        sums, counts = client.class_sums(v)
+        sums, counts, _ = client.class_sums(v)
         return {"sums": sums, "counts": counts}
 
     def deploy(self, client: Client, prototypes: Tensor, known: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class FedSoft(Algorithm):
 
     def train(self, client: Client, centres: Tensor, count: bool) -> dict[str, Tensor]:
         shares = self._shares(client, centres) if count else client.keep.shares
-        middle = (shares.unsqueeze(-1) * centres).sum(-2)
+        middle = (shares.unsqueeze(-2) @ centres).squeeze(-2)
         v = client.keep.personal
         client.keep.personal = client.sgd(v, self.lr, self.steps, prox=self.lam, anchor=middle)
         client.keep.shares = shares
@@ -77,11 +77,10 @@ class FedSoft(Algorithm):
         """Return the shares [..., s] of the centres in a client's rows."""
 
         def counted(w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            losses = [row_losses(client.model, one, x, y, weight) for one in w.chunk(self.centres, -1)]
-            nearest = torch.stack(losses, -1).argmin(-1)
+            nearest = row_losses(client.model, w, x, y, weight).argmin(-2)
             return (torch.nn.functional.one_hot(nearest, self.centres) * weight.unsqueeze(-1)).sum(-2)
 
-        shares = client.over_rows(counted, centres.flatten(-2), reduce=False).clamp(min=self.floor)
+        shares = client.over_rows(counted, centres, reduce=False).clamp(min=self.floor)
         return shares / shares.sum(-1, keepdim=True)
 
     def deploy(self, client: Client) -> Tensor:

@@ -18,16 +18,19 @@ from coterie.engine.encoding import Encoder
 from coterie.engine.keep import Keep
 from coterie.engine.row_privacy import RowPrivacy, refuse
 from coterie.models import blocks, fast
+from coterie.models.base import norm
 from coterie.models.fast.lazy_models import materialize
 from coterie.models.glm import Glm
 from coterie.models.groups import ParameterGroups
-from coterie.models.local_sgd import SgdJob
+from coterie.models.local_sgd import Centres, SgdJob
 from coterie.models.metrics import LOSS, client_sums
 
 if TYPE_CHECKING:
     from coterie.data.rows import Batch, Rows
     from coterie.engine.local_runtime import LocalRuntime
     from coterie.models.base import Model
+
+MOST_KNOWN = 1 << 24  # numbers of all clients together that are kept because no round changes them
 
 
 class Client:
@@ -150,40 +153,6 @@ class Client:
         grad = self.full_grad(x) if self._all_rows else self._minibatch_grad(x, "", again)
         return grad if mask is None else grad * mask
 
-    def grad_to_centres(self, x: Tensor, centres: Tensor, known: Tensor, again: bool = False) -> Tensor:
-        """Return the gradient at x of the mean over rows of |features - centre of the row's class|^2 / 2.
-
-        Parameters
-        ----------
-        x : Tensor, [..., d]
-            Parameters.
-        centres : Tensor, [..., K, f]
-            A point for each class among the features of the last layer; numbers are one class.
-        known : Tensor, [..., K]
-            1 for classes that have a centre; rows of the others do not count.
-        again : bool, optional
-            Use the minibatch of the call before.
-
-        Returns
-        -------
-        Tensor, [..., d]
-            On a fresh minibatch, as `grad`.
-        """
-        self._require_free("features")
-        width, model = centres.shape[-1], self.model
-        given = (materialize(x), centres, known)
-
-        def pull(
-            w: Tensor, middles: Tensor, seen: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor
-        ) -> Tensor:
-            label = model.labels(targets)
-            features = model.hidden_features(w, inputs)
-            own = label.unsqueeze(-1).expand(*label.shape, width)
-            apart = features - middles.gather(-2, own)
-            return model.feature_grad(w, inputs, apart * (weight * seen.gather(-1, label)).unsqueeze(-1))
-
-        return self.over_rows(pull, given) if self._all_rows else self._on_minibatch(pull, given, "", again)
-
     def public_rows(self, count: int) -> Tensor:
         """Return inputs that everybody can draw from the seed, [..., count, *features]: standard normal numbers."""
         shape = getattr(self.model, "features", None)
@@ -214,11 +183,40 @@ class Client:
 
         return self.over_rows(counts, self.initial_model())
 
-    def class_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums [..., K, f] of the features of the last layer at x by class, and numbers of rows [..., K]."""
-        features, targets, weight = self.features(x)
-        hits = self.model.hits(targets, weight)
-        return hits.mT @ features, hits.sum(-2)
+    def class_sums(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a client tells of its features, those of the last layer at x, by class; numbers are one class.
+
+        Parameters
+        ----------
+        x : Tensor, [..., d]
+            Parameters.
+
+        Returns
+        -------
+        sums : Tensor, [..., K, f]
+            Of the features of the training rows of each class.
+        counts : Tensor, [..., K]
+            Training rows of each class.
+        square : Tensor, [..., 1]
+            Mean squared length of the features.
+        """
+
+        def summed(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            features, hits = self.model.hidden_features(w, inputs), self.model.hits(targets, weight)
+            square = (norm(features).squeeze(-1).square() * weight).sum(-1, keepdim=True)
+            return torch.cat([(hits.mT @ features).flatten(-2), hits.sum(-2), square], -1)
+
+        self._require_free("rows")
+        classes = self.model.classes_known
+        many = len(self._runtime.ids) * self.model.d > MOST_KNOWN
+        if self.model.learns_features or self._runtime.loop or many:
+            found = self.over_rows(summed, materialize(x), reduce=False)
+        else:
+            found = self._runtime.once(
+                "class sums", lambda all: all.over_rows(summed, all.initial_model(), reduce=False), self._at
+            )
+        sums = found[..., : -classes - 1].unflatten(-1, (classes, -1))
+        return sums, found[..., -classes - 1 : -1], found[..., -1:]
 
     def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient at x on training rows, at most so many, and how far chance has moved it.
@@ -259,6 +257,9 @@ class Client:
         linear: Tensor | None = None,
         stream: str = "",
         mask: Tensor | None = None,
+        importance: Tensor | None = None,
+        centres: Centres | None = None,
+        again: bool = False,
     ) -> Tensor:
         """Return x after `steps` steps x <- x - lr (grad(x) + prox (x - anchor) + linear), each on a fresh minibatch.
 
@@ -283,6 +284,12 @@ class Client:
             Name of the sequence of minibatches. Descents of one phase with different names draw independent ones.
         mask : Tensor, [d], optional
             Parameters that move, such as `client.groups["head"]`; the others stay.
+        importance : Tensor, [..., rows], optional
+            By which the losses of the client's training rows are multiplied, as `values_of_rows` returns it.
+        centres : Centres, optional
+            Points that the features of the last layer are pulled to, class by class.
+        again : bool, optional
+            Take the minibatches of the descent before, which had as many steps.
 
         Returns
         -------
@@ -292,6 +299,10 @@ class Client:
             return self._sgd_by_count(
                 x, lr, steps, prox=prox, anchor=anchor, linear=linear, stream=stream, mask=mask
             )
+        if importance is not None or centres is not None:
+            self._require_free("losses with weights or features")
+        if again:
+            self.batches.skip(stream, -steps)
         rows, x = self._runtime.train, materialize(x)
         mask = None if mask is None else mask.to(x.device)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
@@ -305,9 +316,14 @@ class Client:
         full = self._all_rows or self.private is not None
         stacked = len(self.lead) == 1 and not self._runtime.loop and x.device.type == "cpu"
         plain = self.optimizer == "sgd"
-        if plain and stacked and mask is None and steps and not full:
+        if centres is not None and not self.model.learns_features:
+            centres = None  # nothing that the steps could pull
+        if plain and stacked and centres is None and steps and not full:
             draws = self.batches.draws(stream, steps)
-            job = SgdJob(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads, linear)
+            job = SgdJob(
+                *(self.model, rows, self._at, x, lr, prox, anchor, draws, self.threads, linear),
+                *(mask, importance),
+            )
             path = fast.find("sgd", job)
             if path is not None:
                 self.batches.skip(stream, steps)
@@ -321,7 +337,12 @@ class Client:
         kept = f"{self.optimizer} {stream}".strip()
         memory = None if plain else self._kept_memory(kept, x)
         for k in range(steps):
-            grad = self.full_grad(x) if full else self._minibatch_grad(x, stream)
+            if importance is not None:
+                grad = self._weighted_grad(x, stream, full, importance)
+            else:
+                grad = self.full_grad(x) if full else self._minibatch_grad(x, stream)
+            if centres is not None:
+                grad.add_(self._grad_to_centres(x, centres, stream), alpha=centres.strength)
             x = self._tracked(x, stream)
             if anchor is not None:
                 grad.add_((x - anchor).mul_(prox))
@@ -338,6 +359,37 @@ class Client:
         if memory is not None:
             setattr(self.keep, kept, memory)
         return x
+
+    def _weighted_grad(self, x: Tensor, stream: str, full: bool, importance: Tensor) -> Tensor:
+        """Return the gradient of a step of `sgd` where `importance` [..., rows] weighs the losses of rows."""
+
+        def grad(w: Tensor, part: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+            return self._gradient(w, inputs, targets, weight * part[..., : weight.shape[-1]])
+
+        if full:
+            return self.over_rows(grad, (x, importance))
+        drawn, _ = self.batches.next_rows(stream)
+        place = drawn - self._pick(self._runtime.train.start).unsqueeze(-1)
+        part = importance.gather(-1, place.clamp(0, importance.shape[-1] - 1))
+        return self._on_minibatch(grad, (x, part), stream, again=True)
+
+    def _grad_to_centres(self, x: Tensor, centres: Centres, stream: str) -> Tensor:
+        """Return the gradient at x of the pull to the centres, on the minibatch that was drawn last."""
+        width, model = centres.points.shape[-1], self.model
+
+        def pull(
+            w: Tensor, middles: Tensor, seen: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor
+        ) -> Tensor:
+            label = model.labels(targets)
+            features = model.hidden_features(w, inputs)
+            own = label.unsqueeze(-1).expand(*label.shape, width)
+            apart = features - middles.gather(-2, own)
+            return model.feature_grad(w, inputs, apart * (weight * seen.gather(-1, label)).unsqueeze(-1))
+
+        given = (x, centres.points, centres.known)
+        return (
+            self.over_rows(pull, given) if self._all_rows else self._on_minibatch(pull, given, stream, True)
+        )
 
     def _sgd_by_count(
         self,
@@ -467,9 +519,7 @@ class Client:
         self._require_free("losses")
 
         def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            each = (w[..., k, :] for k in range(w.shape[-2]))
-            sums = [self.model.measure(one, inputs, targets, weight, [LOSS])[LOSS.name] for one in each]
-            return torch.cat(sums, -1)
+            return self.model.measure_each(w, inputs, targets, weight, [LOSS])[LOSS.name].squeeze(-1)
 
         return self.over_rows(measured, models, self._visible(split), reduce=False)
 
@@ -504,6 +554,24 @@ class Client:
             self.over_rows(lambda w, inputs, targets, weight: padded(weight), x, rows, reduce=False),
         ]
         return found[0], found[1], found[2]
+
+    def values_of_rows(
+        self, function: Callable[..., Tensor], x: Tensor | tuple[Tensor, ...], split: str = "train"
+    ) -> Tensor:
+        """Return function(x, inputs, targets, weight) [..., B], a number for each row, of all rows of a split.
+
+        Clients with fewer rows than the largest have zeros at the end. Several tensors x are as many first arguments.
+        """
+        rows = self._visible(split)
+        width = max(1, rows.largest)
+
+        def padded(*given: Tensor) -> Tensor:
+            weight = given[-1]
+            found, there = function(*given), weight > 0
+            there = there.view(*there.shape[:-1], *(1 for _ in range(found.dim() - there.dim())), -1)
+            return torch.nn.functional.pad(found * there, (0, width - weight.shape[-1]))
+
+        return self.over_rows(padded, x, rows, reduce=False)
 
     def solve(self, x: Tensor, tol: float = 1e-9, prox: float = 0.0) -> Tensor:
         """Return the minimiser of f + prox/2 |. - x|^2, started at x, to gradient norm tol."""

@@ -78,6 +78,7 @@ class LocalRuntime(Runtime):
         self._prefetch = Prefetch(self._everybody)
         self.private: RowPrivacy | None = None  # noise for gradients, where rows are kept private
         self._statistics: tuple[Tensor, ...] | Literal[False] | None = None  # False: there are none
+        self._known: dict[str, Tensor] = {}
         self._descent: tuple[Tensor, Callable[..., Tensor]] | None = None  # step sizes, and steps of them
 
     def fresh(self, seed: int | None = None) -> LocalRuntime:
@@ -169,6 +170,12 @@ class LocalRuntime(Runtime):
         if at is None:
             return self._statistics
         return tuple(part[at] for part in self._statistics)
+
+    def once(self, name: str, compute: Callable[[Client], Tensor], at: Tensor | None) -> Tensor:
+        """Return what no round changes of the clients at these positions; it is computed once, for everybody."""
+        if name not in self._known:
+            self._known[name] = compute(Client(self, None, _no_draws, 0))
+        return self._known[name] if at is None else self._known[name][at]
 
     def descent(self, step: Tensor) -> Callable[..., Tensor] | None:
         """Return full-batch steps of this size [n, 1] for everybody, where a fast path takes many at once."""

@@ -308,6 +308,26 @@ class Model:
         rows = ScoredRows(self.task, self.scores(w, x), y, weight)
         return {metric.name: metric.sums(rows) for metric in metrics}
 
+    def measure_each(
+        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, metrics: Sequence[Metric]
+    ) -> dict[str, Tensor]:
+        """Return the sums of metrics over the same rows for several models.
+
+        Parameters
+        ----------
+        w
+            Parameters of m models, [..., m, d].
+        x, y, weight, metrics
+            Rows and metrics, as in `measure`.
+
+        Returns
+        -------
+        dict of Tensor
+            Sums [..., m, k] by the name of the metric.
+        """
+        found = [self.measure(one, x, y, weight, metrics) for one in w.unbind(-2)]
+        return {metric.name: torch.stack([one[metric.name] for one in found], -2) for metric in metrics}
+
     @property
     def groups(self) -> ParameterGroups:
         """Names for parts of the parameter vector: "all", "head", "body", and layers by their names."""
@@ -479,6 +499,9 @@ class Model:
 
     closed_form: ClassVar[bool] = False
     """True if a gradient is a few tensor operations, without autograd and without a cache."""
+
+    learns_features: ClassVar[bool] = True
+    """False if what reaches the last layer does not depend on the parameters, as in models without hidden layers."""
 
     has_statistics: ClassVar[bool] = False
     """True if loss, gradient and minimiser follow from sums over rows, as for least squares."""

@@ -21,10 +21,12 @@ from coterie.models.base import Model, dot, norm
 from coterie.models.basis import Basis
 from coterie.models.class_weights import checked, of_rows, weigh
 from coterie.models.groups import ParameterGroups
+from coterie.models.metrics.metric import Metric, ScoredRows
 from coterie.models.predictor import CurvePredictor, LinearPredictor
 from coterie.models.solve import Solution, lbfgs, newton
 from coterie.models.targets import count_classes
 
+EACH = ("regression", "binary", "multiclass")  # tasks whose rows have losses of their own
 _NEWTON_LIMIT = 512
 _HESSIAN_NUMBERS = 2**25
 
@@ -43,6 +45,7 @@ class Glm(Model):
     name: ClassVar[str]
     curvature: ClassVar[float]
     closed_form: ClassVar[bool] = True
+    learns_features: ClassVar[bool] = False
     has_hessian: ClassVar[bool] = True
     takes_class_weights: ClassVar[bool] = False
 
@@ -141,6 +144,22 @@ class Glm(Model):
 
     def scores(self, w: Tensor, x: Tensor) -> Tensor:
         return (self._table(w) @ x.mT).mT
+
+    def measure_each(
+        self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor, metrics: Sequence[Metric]
+    ) -> dict[str, Tensor]:
+        if type(self).measure is not Model.measure or self.task not in EACH:
+            return super().measure_each(w, x, y, weight, metrics)
+        y, weight = (part.unsqueeze(-2).expand(*w.shape[:-1], -1) for part in (y, weight))
+        rows = ScoredRows(self.task, self.scores_each(w, x), y, weight)
+        return {metric.name: metric.sums(rows) for metric in metrics}
+
+    def scores_each(self, w: Tensor, x: Tensor) -> Tensor:
+        """Return the scores [..., m, B, outputs] by several models [..., m, d]; rows are read once for all of them."""
+        shape = (w.shape[-2], self.outputs)
+        scores: Tensor = self._table(w).flatten(-3, -2) @ x.mT
+        found: Tensor = scores.unflatten(-2, shape).mT
+        return found
 
     def smoothness(self, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return the bound curvature * lambda_max(X' diag(weight) X) + l2."""

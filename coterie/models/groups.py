@@ -86,16 +86,49 @@ class Part:
         first = int(self.index[0]) if self.size else 0
         whole = self.size == 0 or int(self.index[-1]) - first + 1 == self.size
         self._span = slice(first, first + self.size) if whole else None
+        self._columns = None if whole else _columns(mask)
 
     def of(self, x: Tensor) -> Tensor:
         """Return these entries of x [..., d], [..., size]."""
+        if self._columns is not None:
+            rows, columns = self._columns
+            found: Tensor = x.unflatten(-1, (rows, -1))[..., columns].flatten(-2)
+            return found
         return x[..., self.index] if self._span is None else x[..., self._span]
 
     def into(self, x: Tensor, values: Tensor) -> Tensor:
         """Return a copy of x, [d] or [..., d], with `values` [..., size] in these entries."""
+        if (
+            values.dim() == 2
+            and len(values) > 1
+            and values.stride(0) == 0
+            and x.stride(0) * (x.dim() - 1) == 0
+        ):
+            return self.into(x if x.dim() == 1 else x[0], values[0]).expand(
+                len(values), -1
+            )  # the same for all
         filled = x.expand(*values.shape[:-1], -1).clone()
-        filled[..., self.index if self._span is None else self._span] = values
+        if self._columns is not None:
+            rows, columns = self._columns
+            filled.unflatten(-1, (rows, -1))[..., columns] = values.unflatten(-1, (rows, -1))
+        else:
+            filled[..., self.index if self._span is None else self._span] = values
         return filled
+
+
+def _columns(mask: Tensor) -> tuple[int, slice] | None:
+    """Return how many rows a table has of which a mask [d] has the same span of columns in each, and that span."""
+    edges = (mask[1:] != mask[:-1]).nonzero().squeeze(-1) + 1
+    starts, stops = edges[mask[edges]].tolist(), edges[~mask[edges]].tolist()
+    rows = max(len(starts) + bool(mask[0]), len(stops) + bool(mask[-1]))
+    if rows < 2 or len(mask) % rows:
+        return None
+    table = mask.view(rows, -1)
+    if not bool((table == table[0]).all()):
+        return None
+    found = table[0].nonzero().squeeze(-1)
+    whole = int(found[-1]) - int(found[0]) + 1 == len(found)
+    return (rows, slice(int(found[0]), int(found[-1]) + 1)) if whole else None
 
 
 def of_layers(

@@ -24,10 +24,23 @@ class BatchDraws(NamedTuple):
     drawn: Callable[[], tuple[Tensor, Tensor, Tensor]]
 
 
+class Centres(NamedTuple):
+    """Pull of a row's features to the centre of its class: strength times |features - centre|^2 / 2, meant over rows.
+
+    `points` [..., K, f] are among the features of the last layer, and `known` [..., K] is 1 for classes that have one;
+    rows of the others are not pulled. Numbers are one class.
+    """
+
+    points: Tensor
+    known: Tensor
+    strength: float
+
+
 class SgdJob(NamedTuple):
     """Steps x <- x - lr (grad(x) + prox (x - anchor) + linear), one per minibatch, for the clients `at` (None: all).
 
     `x`, `anchor` and `linear` are [k, d], and one of the last two is None; `threads` may compute parts of the stack.
+    Parameters outside `mask` [d] stay. `importance` [k, rows] weighs the losses of a client's rows, in their order.
     """
 
     model: Model
@@ -40,3 +53,5 @@ class SgdJob(NamedTuple):
     draws: BatchDraws
     threads: int = 1
     linear: Tensor | None = None
+    mask: Tensor | None = None
+    importance: Tensor | None = None

@@ -13,6 +13,7 @@ from coterie import Algorithm, Federation, State, fit, models, resume
 from coterie._core.errors import SettingError
 from coterie.algorithms import make
 from coterie.engine.client import Client
+from coterie.models.groups import Part
 
 
 def body() -> nn.Module:
@@ -202,3 +203,25 @@ def test_a_run_with_batch_norm_resumes_to_the_same_bits(tmp_path: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(fed, method, 6, tmp_path / "cut", checkpoint_every=2, watch=stop)
     assert torch.equal(resume(tmp_path / "cut", fed).personal, whole.personal)
+
+
+@pytest.mark.parametrize("columns", [slice(0, 3), slice(3, 4), slice(1, 3)])
+def test_the_same_columns_of_every_row_are_taken_and_put_back_as_by_an_index(columns: slice) -> None:
+    mask = torch.zeros(5, 4, dtype=torch.bool)
+    mask[:, columns] = True
+    part, index = Part(mask.flatten()), mask.flatten().nonzero().squeeze(1)
+    assert part._columns is not None
+    x, y = torch.randn(6, 20), torch.randn(6, len(index))
+    assert torch.equal(part.of(x), x[:, index])
+    expected = x.clone()
+    expected[:, index] = y
+    assert torch.equal(part.into(x, y), expected)
+    shared = part.into(x[0], y[0].expand(6, -1))
+    assert torch.equal(shared, part.into(x[0], y[:1])[0].expand(6, -1))
+
+
+def test_parts_that_are_no_columns_are_indexed() -> None:
+    mask = torch.tensor([True, False, True, True, False, False, True, False])
+    part = Part(mask)
+    assert part._columns is None
+    assert part.of(torch.arange(8)).tolist() == [0, 2, 3, 6]

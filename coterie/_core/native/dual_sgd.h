@@ -57,7 +57,7 @@ INLINE void pack(const float *table, int64_t outputs, int64_t columns, float *pa
 
 /* Inner products of a few rows with a few outputs of a table. */
 INLINE void score_tile(
-    const int rows, const int outputs, const float *x, int64_t columns, const float *packed, float *to, int64_t step
+    const int rows, const int outputs, const float *const *x, int64_t columns, const float *packed, float *to, int64_t step
 ) {
     lanes sum[WIDE][TALL] = {{{0}}};
     int64_t length = rounded(columns);
@@ -66,7 +66,7 @@ INLINE void score_tile(
         lanes table[WIDE];
         UNROLLED for (int o = 0; o < outputs; o++) table[o] = load(packed + o * length + c);
         UNROLLED for (int r = 0; r < rows; r++) {
-            lanes row = load(x + r * columns + at);
+            lanes row = load(x[r] + at);
             UNROLLED for (int o = 0; o < outputs; o++) sum[o][r] += table[o] * row;
         }
     }
@@ -77,16 +77,16 @@ INLINE void score_tile(
 }
 
 INLINE void score_rows(
-    const int outputs, const float *x, int64_t rows, int64_t columns, const float *packed, float *to, int64_t step
+    const int outputs, const float *const *x, int64_t rows, int64_t columns, const float *packed, float *to, int64_t step
 ) {
     int64_t r = 0;
-    for (; r + TALL <= rows; r += TALL) score_tile(TALL, outputs, x + r * columns, columns, packed, to + r, step);
-    for (; r < rows; r++) score_tile(1, outputs, x + r * columns, columns, packed, to + r, step);
+    for (; r + TALL <= rows; r += TALL) score_tile(TALL, outputs, x + r, columns, packed, to + r, step);
+    for (; r < rows; r++) score_tile(1, outputs, x + r, columns, packed, to + r, step);
 }
 
 /* to [outputs, step] = table times rows [rows, columns], with zeros up to `step`. */
 INLINE void score(
-    const float *x, int64_t rows, int64_t columns, const float *packed, int64_t outputs, float *to, int64_t step
+    const float *const *x, int64_t rows, int64_t columns, const float *packed, int64_t outputs, float *to, int64_t step
 ) {
     memset(to, 0, outputs * step * sizeof *to);
     for (int64_t o = 0; o < outputs; o += WIDE)
@@ -101,6 +101,7 @@ typedef struct {
     int64_t step, outputs;
     float *to;
     int64_t ahead; /* from a row to one that will be read next, which is fetched; 0: nothing is */
+    int fresh;     /* whether nothing is there yet to be added to */
 } sum_of_rows;
 
 /* A few vectors of columns for outputs from o on; the first `skip` lanes are there already. */
@@ -122,8 +123,9 @@ INLINE void add_tile(
     }
     UNROLLED for (int i = 0; i < outputs; i++) UNROLLED for (int v = 0; v < vectors; v++) {
         float *to = s->to + (o + i) * s->columns + column + v * LANES;
-        if (skip) memset(&sum[i][v], 0, skip * sizeof *to);
-        store(to, load(to) + sum[i][v]);
+        if (skip && s->fresh) memcpy(&sum[i][v], to, skip * sizeof *to);
+        else if (skip) memset(&sum[i][v], 0, skip * sizeof *to);
+        store(to, s->fresh ? sum[i][v] : load(to) + sum[i][v]);
     }
 }
 
@@ -175,11 +177,16 @@ INLINE int subtract_label(
 /* kernel [rows, width] = inner products of rows [rows, columns]; returns whether there was memory for it. */
 static int multiply(const float *x, int64_t rows, int64_t columns, float *kernel, int64_t width) {
     float *packed = aligned_alloc(sizeof(lanes), (rows * rounded(columns) + LANES) * sizeof *packed);
-    if (!packed) return 0;
-    pack(x, rows, columns, packed);
-    score(x, rows, columns, packed, rows, kernel, width);
+    const float **each = malloc((rows + 1) * sizeof *each);
+    if (packed && each) {
+        for (int64_t r = 0; r < rows; r++) each[r] = x + r * columns;
+        pack(x, rows, columns, packed);
+        score(each, rows, columns, packed, rows, kernel, width);
+    }
+    int made = packed && each;
     free(packed);
-    return 1;
+    free(each);
+    return made;
 }
 
 /* Memory for one client after the other. */
@@ -223,12 +230,25 @@ static int64_t draw(uint64_t key, int64_t size, int64_t batch, int64_t *rows) {
     return batch;
 }
 
+/* now [outputs, wide] += sign times what slopes [outputs, length] change in the scores by way of the last column. */
+static void add_last(
+    const dual_sgd_work *s, room *m, const float *last, int64_t size, int64_t length, int64_t batch, float sign
+) {
+    int64_t outputs = s->outputs, columns = s->columns, wide = rounded(size);
+    for (int64_t o = 0; o < outputs; o++) {
+        float sum = 0;
+        for (int64_t b = 0; b < batch; b++) sum += m->slopes[o * length + b] * last[m->drawn[b] * columns];
+        for (int64_t r = 0; r < size; r++) m->now[o * wide + r] += sign * sum * last[r * columns];
+    }
+}
+
 /* The steps of client k, and `shares` [outputs, size] of its rows in what they change. */
 static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares) {
     int64_t who = which(s, k), outputs = s->outputs, size = s->size[who], first = s->start[who], wide = rounded(size);
     int64_t length = rounded(size < s->batch ? size : s->batch);
-    const float *kernel = s->kernels + who * s->largest * s->width;
-    sum_of_rows moves = {m->rows, 0, wide, m->slopes, length, outputs, m->now, 0};
+    const float *kernel = s->kernels + who * s->largest * s->width, *last = s->x + (first + 1) * s->columns - 1;
+    const float *importance = s->importance ? s->importance + k * s->importance_step : NULL;
+    sum_of_rows moves = {m->rows, 0, wide, m->slopes, length, outputs, m->now, 0, 0};
     memset(shares, 0, outputs * size * sizeof *shares);
     for (int64_t t = 0; t < s->steps; t++) {
         if (t) {
@@ -238,7 +258,8 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
             }
             if (s->centres)
                 for (int64_t i = 0; i < outputs * wide; i++) m->now[i] += s->pulled * m->middle[i];
-            add_rows(&moves);
+            if (s->moving != LAST) add_rows(&moves);
+            if (s->moving != ALL) add_last(s, m, last, size, length, moves.count, s->moving == LAST ? 1 : -1);
         }
         uint64_t key = mixed(s->keys[k] + (s->number + t * s->every + 1) * GOLDEN);
         int64_t batch = moves.count = draw(key, size, s->batch, m->drawn);
@@ -254,7 +275,7 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
             if (!subtract_label(s->loss, s->integers, s->y, first + row, outputs, m->slopes + b, length))
                 return OUT_OF_RANGE;
             for (int64_t o = 0; o < outputs; o++) {
-                m->slopes[o * length + b] *= pace;
+                m->slopes[o * length + b] *= importance ? pace * importance[row] : pace;
                 shares[o * size + row] += m->slopes[o * length + b];
             }
         }
@@ -265,12 +286,26 @@ static int64_t descend(const dual_sgd_work *s, room *m, int64_t k, float *shares
     return FINE;
 }
 
+/* What all rows of a client change in a table: those of its columns that move. */
+static void add_moves(const dual_sgd_work *s, const sum_of_rows *sum) {
+    int64_t last = s->columns - 1;
+    float before[s->outputs];
+    for (int64_t o = 0; o < s->outputs; o++) before[o] = sum->to[o * s->columns + last];
+    if (s->moving != LAST) add_rows(sum);
+    for (int64_t o = 0; o < s->outputs && s->moving != ALL; o++) {
+        for (int64_t r = 0; r < sum->count && s->moving == LAST; r++)
+            before[o] += sum->shares[o * sum->step + r] * sum->rows[r][last];
+        sum->to[o * s->columns + last] = before[o];
+    }
+}
+
 /* What is asked of client k, for the sum of its part. */
 static int64_t compute(const dual_sgd_work *s, room *m, int64_t k, float *shares, float *total) {
     int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, who = which(s, k);
     int64_t first = s->start[who], size = s->size[who], wide = rounded(size);
     const float *x = s->x + first * columns, *table = s->tables + k * s->table_step;
     const float *centre = s->centres ? s->centres + k * s->centre_step : NULL;
+    for (int64_t r = 0; r < size; r++) m->rows[r] = x + r * columns;
     if (s->keys) {
         if (!__atomic_load_n(s->made + who, __ATOMIC_ACQUIRE)) {
             if (!multiply(x, size, columns, s->kernels + who * s->largest * s->width, s->width)) return NO_MEMORY;
@@ -278,32 +313,32 @@ static int64_t compute(const dual_sgd_work *s, room *m, int64_t k, float *shares
         }
         if (m->fresh || s->table_step || (centre && centre != table)) pack(table, outputs, columns, m->packed);
         m->fresh = 0;
-        score(x, size, columns, m->packed, outputs, m->now, wide);
+        score(m->rows, size, columns, m->packed, outputs, m->now, wide);
         witness(m, m->now, outputs * wide);
         if (centre == table)
             memcpy(m->middle, m->now, outputs * wide * sizeof *m->now);
         else if (centre) {
             pack(centre, outputs, columns, m->packed);
-            score(x, size, columns, m->packed, outputs, m->middle, wide);
+            score(m->rows, size, columns, m->packed, outputs, m->middle, wide);
             witness(m, m->middle, outputs * wide);
         }
         int64_t problem = descend(s, m, k, shares);
         if (problem) return problem;
     }
     for (int64_t r = 0; r < size; r++) m->rows[r] = x + r * columns;
-    sum_of_rows sum = {m->rows, size, columns, shares, size, outputs, NULL, 0};
+    sum_of_rows sum = {m->rows, size, columns, shares, size, outputs, NULL, 0, 0};
     if (k + 1 < s->clients) sum.ahead = (s->start[which(s, k + 1)] - first) * columns;
     if (s->models) {
         sum.to = s->models + k * d;
         for (int64_t i = 0; i < d; i++) sum.to[i] = s->share * table[i];
         if (centre)
             for (int64_t i = 0; i < d; i++) sum.to[i] += s->centre_share * centre[i];
-        add_rows(&sum);
+        add_moves(s, &sum);
     }
     if (s->weights) {
         for (int64_t i = 0; i < outputs * size; i++) m->shares[i] = shares[i] * s->weights[k];
         sum.shares = m->shares, sum.to = total;
-        add_rows(&sum);
+        add_moves(s, &sum);
     }
     return FINE;
 }
@@ -337,34 +372,30 @@ int64_t DUAL_SGD(const dual_sgd_work *s, int part) {
     return problem;
 }
 
-/* The gradients of a stack, one client after the other. Rows that are drawn are copied to where they stay in the cache. */
+/* The gradients of a stack, one client after the other. Rows are read where they are, and are in the cache the second time. */
 int64_t GLM_GRADIENT(const glm_gradient_work *s) {
     int64_t outputs = s->outputs, columns = s->columns, d = outputs * columns, length = rounded(s->rows);
-    int64_t copied = s->drawn ? rounded(s->rows * columns) : 0;
-    float *packed = aligned_alloc(sizeof(lanes), (outputs * (rounded(columns) + length) + copied) * sizeof *packed);
+    float *packed = aligned_alloc(sizeof(lanes), outputs * (rounded(columns) + length) * sizeof *packed);
     const float **rows = malloc((s->rows + 1) * sizeof *rows);
     int64_t problem = packed && rows ? FINE : NO_MEMORY;
-    float *slopes = packed + outputs * rounded(columns), *copy = slopes + outputs * length;
+    float *slopes = packed + outputs * rounded(columns);
     for (int64_t k = 0; k < s->clients && !problem; k++) {
         const int64_t *drawn = s->drawn ? s->drawn + k * s->rows : NULL;
-        const float *x = drawn ? copy : s->x + k * s->rows * columns;
         for (int64_t b = 0; b < s->rows; b++) {
-            rows[b] = x + b * columns;
-            if (!drawn) continue;
-            if (drawn[b] < 0 || drawn[b] >= s->total) problem = OUT_OF_RANGE;
-            else memcpy(copy + b * columns, s->x + drawn[b] * columns, columns * sizeof *copy);
+            int64_t row = drawn ? drawn[b] : k * s->rows + b;
+            if (drawn && (row < 0 || row >= s->total)) problem = OUT_OF_RANGE;
+            rows[b] = s->x + row * columns;
         }
         if (problem) break;
         if (!k || s->table_step) pack(s->tables + k * s->table_step, outputs, columns, packed);
-        score(x, s->rows, columns, packed, outputs, slopes, length);
+        score(rows, s->rows, columns, packed, outputs, slopes, length);
         predict(s->loss, outputs, slopes, length);
         for (int64_t b = 0; b < s->rows; b++) {
             int64_t row = drawn ? drawn[b] : k * s->rows + b;
             if (!subtract_label(s->loss, s->integers, s->y, row, outputs, slopes + b, length)) problem = OUT_OF_RANGE;
             for (int64_t o = 0; o < outputs; o++) slopes[o * length + b] *= s->weight[k * s->rows + b];
         }
-        memset(s->gradients + k * d, 0, d * sizeof *slopes);
-        add_rows(&(sum_of_rows){rows, s->rows, columns, slopes, length, outputs, s->gradients + k * d, 0});
+        add_rows(&(sum_of_rows){rows, s->rows, columns, slopes, length, outputs, s->gradients + k * d, 0, 1});
     }
     free(packed);
     free(rows);

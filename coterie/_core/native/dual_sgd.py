@@ -9,8 +9,11 @@ from coterie._core.native import library
 FEWEST_COLUMNS = 16
 lanes = 0  # floats per vector register; 0: as many as this processor has
 NO_MEMORY, OUT_OF_RANGE = 1, 2
+ALL, ALL_BUT_LAST, LAST = 0, 1, 2  # columns that steps move
 
-_numbers = "parts clients everybody rows outputs columns largest width steps batch loss integers summed"
+_numbers = (
+    "parts clients everybody rows outputs columns largest width steps batch loss integers summed moving"
+)
 _rows = "at start size x y kernels made tables centres"
 
 
@@ -21,6 +24,8 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _numbers.split()),
         *((name, ctypes.c_void_p) for name in _rows.split()),
         *((name, ctypes.c_int64) for name in ("table_step", "centre_step")),
+        ("importance", ctypes.c_void_p),
+        ("importance_step", ctypes.c_int64),
         ("keys", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("number", "every")),
         *((name, ctypes.c_float) for name in ("lr", "keeps", "pulled", "share", "centre_share")),

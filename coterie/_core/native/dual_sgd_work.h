@@ -6,10 +6,12 @@
 
 enum loss { SOFTMAX, LOGISTIC, LINEAR };
 enum problem { FINE, NO_MEMORY, OUT_OF_RANGE };
+enum moving { ALL, ALL_BUT_LAST, LAST }; /* columns that steps move */
 
 typedef struct {
     int64_t parts, clients, everybody, rows, outputs, columns, largest, width, steps, batch;
     int64_t loss, integers, summed;   /* whether labels are integers, and losses of rows summed */
+    int64_t moving;
     const int64_t *at;                /* [clients]: which of everybody each is; NULL: they are everybody */
     const int64_t *start, *size;      /* [everybody]: where the rows of each are */
     const float *x;                   /* [rows, columns] */
@@ -18,6 +20,8 @@ typedef struct {
     uint8_t *made;                    /* [everybody]: whether they are there; otherwise they are made */
     const float *tables, *centres;    /* [outputs, columns], for each client so many floats on; no centres: NULL */
     int64_t table_step, centre_step;
+    const float *importance; /* of a client's rows in its loss, for each client so many floats on; all 1: NULL */
+    int64_t importance_step;
     const int64_t *keys;       /* [clients], of draws; NULL: `shares` are there already */
     int64_t number, every;     /* of the first minibatch, and how far it is to the next */
     float lr, keeps, pulled;   /* a step is w <- keeps w + pulled centre - lr gradient */

@@ -36,7 +36,13 @@ LOSSES: dict[type[Model], int] = {Softmax: 0, Logistic: 1, Linear: 2}  # as in C
 
 def supports(job: SgdJob) -> bool:
     """Return True if as many rows are drawn as a client has, and their inner products are small enough."""
-    return pays(job.model, job.rows, job.draws.batch * len(job.draws.numbers))
+    if not pays(job.model, job.rows, job.draws.batch * len(job.draws.numbers)):
+        return False
+    if job.mask is None and job.importance is None:
+        return True
+    pulled = job.linear is not None or job.anchor is not None
+    alone = job.mask is None or (not pulled and moving(job.model, job.mask) is not None)
+    return alone and compiles(job.model, job.rows, job.x)
 
 
 def in_parts(model: Model, rows: Rows) -> bool:
@@ -62,6 +68,19 @@ def pays(model: Model, rows: Rows, drawn: float) -> TypeGuard[Glm]:
     )
 
 
+def moving(model: Glm, mask: Tensor | None) -> int | None:
+    """Return which columns a mask [d] leaves to the steps, as C says it, or None if it is none of these."""
+    if mask is None:
+        return native.ALL
+    table = mask.view(model.outputs, model.columns)
+    weights, last = table[:, :-1], table[:, -1]
+    if not model.intercept or bool(weights.all()) == bool(last.all()):
+        return None
+    if bool(weights.all()):
+        return None if bool(last.any()) else native.ALL_BUT_LAST
+    return None if bool(weights.any()) else native.LAST
+
+
 def run(job: SgdJob) -> LazyModels:
     """Return the models [k, d] after all steps; threads take parts of the clients with about as many rows each."""
     model, rows = job.model, job.rows
@@ -77,7 +96,7 @@ def run(job: SgdJob) -> LazyModels:
     for _ in job.draws.numbers:
         share, anchor_share = share * keeps, anchor_share * keeps + pulled
     rates = Rates(job.lr, keeps, pulled, share, anchor_share)
-    work = (model, rows, job.at, tables, anchors, job.draws, rates)
+    work = (model, rows, job.at, tables, anchors, job.draws, rates, job.mask, job.importance)
     if compiles(model, rows, tables, anchors):
         clients = tables.shape[0]
         enough = clients * rows.x.shape[0] * model.d // (len(rows) * THREAD_PRODUCTS)
@@ -162,6 +181,8 @@ class DualDescent:
     anchors: Tensor | None
     draws: BatchDraws
     rates: Rates
+    mask: Tensor | None
+    importance: Tensor | None
     threads: int
 
     @property
@@ -254,12 +275,16 @@ class Compiled(DualDescent):
         self.witnesses = torch.empty(self.threads)
         held = (self.at, rows.start, rows.size, rows.x, rows.y, kernels, made, self.tables, self.anchors)
         between = 0 if self.anchors is None else self.anchors.stride(0)
+        if self.importance is not None:
+            self.importance = self.importance.float().contiguous()
+        apart = 0 if self.importance is None else self.importance.stride(0)
         return native.Work(
             self.threads, clients, len(rows), total, model.outputs, model.columns,
             rows.largest, kernels.shape[1], len(numbers), self.draws.batch,
             LOSSES[type(model)], rows.y.dtype == torch.int64, model.reduction == "sum",
-            *map(_address, held), self.tables.stride(0), between,
-            self.keys.data_ptr(), numbers.start, numbers.step, *self.rates, self.shares.data_ptr(),
+            moving(model, self.mask) or native.ALL, *map(_address, held), self.tables.stride(0), between,
+            _address(self.importance), apart, self.keys.data_ptr(), numbers.start, numbers.step, *self.rates,
+            self.shares.data_ptr(),
             witness=self.witnesses.data_ptr(),
         )  # fmt: skip
 

@@ -14,6 +14,8 @@ from coterie.models.local_sgd import SgdJob
 
 def supports(job: SgdJob) -> bool:
     """Return True if gradients of this stack are known to be computed client by client."""
+    if job.mask is not None or job.importance is not None:
+        return False
     return job.model.prefers_loop(job.x, (job.draws.batch, *job.rows.x.shape[1:]))
 
 

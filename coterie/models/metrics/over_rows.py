@@ -48,8 +48,8 @@ def client_sums(
 
 
 def row_losses(model: Model, w: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Return the loss of every row, [..., B], for models w [..., d] and rows with these weights."""
-    return model.measure(w, x, y, weight, [BY_ROW])[BY_ROW.name]
+    """Return the loss of every row by several models w [..., m, d], [..., m, B], for rows with these weights."""
+    return model.measure_each(w, x, y, weight, [BY_ROW])[BY_ROW.name]
 
 
 def row_values(model: Model, w: Tensor, rows: Rows, metrics: Sequence[Metric]) -> dict[str, Tensor]:

@@ -237,3 +237,57 @@ def test_without_scripts_the_same_products_run_in_python(monkeypatch: pytest.Mon
     assert torch.equal(plain.personal, scripted.personal)
     ragged.scripted.cache_clear()
     ragged.stepper.cache_clear()
+
+
+@dataclass(frozen=True)
+class Parts(Algorithm):
+    """Descents of the intercept alone, of the weights alone, and of rows that do not count alike (a test, 2026)."""
+
+    def train(self, client: Client, x: Tensor, importance: Tensor) -> dict[str, Tensor]:
+        found = {
+            name: client.sgd(x, 0.1, 6, mask=client.groups[name], stream=name)
+            for name in ("weights", "intercept")
+        }
+        first = client.sgd(x, 0.1, 6, importance=importance)
+        again = client.sgd(x, 0.1, 6, importance=torch.ones_like(importance), again=True)
+        return {**found, "first": first, "again": again, "next": client.sgd(x, 0.1, 6)}
+
+
+@pytest.mark.parametrize("ids", [None, [5, 0, 3]])
+@pytest.mark.usefixtures("small")
+def test_masks_and_weights_of_rows_in_c_are_those_of_the_plain_loop(ids: list[int] | None) -> None:
+    """In C, which has float32 alone; the loop in float64 is taken for the truth."""
+    model, draw = models.softmax(classes=3, intercept=True), torch.Generator().manual_seed(1)
+    alone, stacked = federation(model, loop=True), federation(model, dtype=torch.float32)
+    x = torch.randn(stacked.d, generator=draw, dtype=torch.float64)
+    importance = torch.rand(6 if ids is None else len(ids), 12, generator=draw, dtype=torch.float64)
+    expected = alone.map(Parts(batch=4).train, x=x, each={"importance": importance}, to=ids)
+    found = stacked.map(Parts(batch=4).train, x=x.float(), each={"importance": importance.float()}, to=ids)
+    if dual_sgd.native.available:
+        assert stacked.runtime.used == {"dual-sgd": 5}, "all descents are computed in C"
+    for name, values in expected.named.items():
+        torch.testing.assert_close(found[name].double(), values, rtol=1e-5, atol=1e-6, msg=name)
+    still = ~stacked.model.groups["weights"]
+    assert torch.equal(found["weights"][:, still], x.float()[still].expand(len(importance), -1))
+    torch.testing.assert_close(
+        expected["again"], alone.fresh().map(ByGradients(batch=4).train, x=x, start=x, to=ids)["y"]
+    )
+    assert (expected["next"] - expected["again"]).norm(dim=1).max() > 1e-3, "the stream goes on afterwards"
+
+
+def test_a_mean_of_masked_descents_needs_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum over rows leaves out the columns that stay, as the models do."""
+    monkeypatch.setattr(dual_sgd, "FEWEST_PRODUCTS", 1)
+
+    @dataclass(frozen=True)
+    class Weights(Algorithm):
+        """Weights descend and the intercept stays (a test, 2026)."""
+
+        def train(self, client: Client, x: Tensor) -> Tensor:
+            return client.sgd(x, 0.1, 6, mask=client.groups["weights"])
+
+    fed = federation(models.softmax(classes=3, intercept=True), dtype=torch.float32)
+    x = torch.randn(fed.d, generator=torch.Generator().manual_seed(2))
+    mean = fed.map(Weights(batch=4).train, x=x).mean(uniform=True)
+    written = fed.fresh().map(Weights(batch=4).train, x=x).values.clone().mean(0)
+    torch.testing.assert_close(mean, written, rtol=1e-5, atol=1e-6)
