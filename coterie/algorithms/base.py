@@ -135,6 +135,9 @@ class Algorithm:
     starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
     row_by_row: ClassVar[bool] = False  # it asks for more than losses and gradients of all rows of a client
     stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
+    tolerates_late: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # phases whose answers may be used in a later round
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

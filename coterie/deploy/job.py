@@ -25,6 +25,7 @@ from coterie.deploy.audit import AuditLog
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.live import Live
 from coterie.deploy.transport import NodeCaller
+from coterie.engine import late
 from coterie.engine.from_table import SPLIT
 from coterie.engine.from_texts import SPLIT as TEXTS
 from coterie.models.description import description
@@ -242,7 +243,9 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if (out / "config.toml").exists():
         run = resume(out, fed, watch=watch, track=live)
     else:
-        options = {name: value for name, value in request.plan.items() if name not in IN_PLAN}
+        apart = (*IN_PLAN, *late.IN_PLAN)
+        options = {name: value for name, value in request.plan.items() if name not in apart}
+        options["late"] = late.Lateness.from_plan(request.plan)
         run = fit(fed, algorithm, out=out, watch=watch, track=live, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)
