@@ -436,7 +436,11 @@ class Federation:
         wait = None if late is None else late.settings
         call = Call(algorithm, phase, self.round, self._calls, shared, each, compress, wait)
         self._calls += 1
+        kind = "setup" if self.round == 0 or phase == "begin" else "train"
         answer = self.runtime.run(call, visits) if len(asked) else Answer({})
+        if answer.pending is not None:  # what they were sent has travelled
+            own = {name: value[answer.pending] for name, value in each.items()}
+            self._meter(kind, phase, link, shared, own, int(answer.pending.sum()), {})
         if answer.came is not None:
             asked, each = asked[answer.came], {name: value[answer.came] for name, value in each.items()}
             self._note_absent(phase, answer)
@@ -448,7 +452,6 @@ class Federation:
             answer = lied(answer, asked, self.byzantine, base)
         if late is not None and (due is not None or answer.late):
             return collected(self, late, replace(call, each=each), asked, answer, due, link)
-        kind = "setup" if self.round == 0 or phase == "begin" else "train"
         told = {} if self.privacy is not None else answer.named  # sums are metered when they are taken
         self._meter(kind, phase, link, shared, each, len(asked), told, answer.encoded)
         named, held = answer.named, answer.held

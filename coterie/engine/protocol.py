@@ -121,7 +121,8 @@ class Answer:
     other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
     have lost what they kept and must begin again. Where only sums leave a node, `held` is where the values are. Where
     they are in another process of a simulation, `away` fetches them, and `named` has their shapes only. `late` are
-    answers to earlier calls of the phase that have come meanwhile.
+    answers to earlier calls of the phase that have come meanwhile, and `pending` [visits] marks visits of this call
+    that may still be answered.
     """
 
     named: dict[str, Tensor]
@@ -133,6 +134,7 @@ class Answer:
     held: Held | None = None
     away: Away | None = None
     late: tuple[LateReply, ...] = ()
+    pending: Tensor | None = None
 
 
 @dataclass(frozen=True)
