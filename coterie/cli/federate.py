@@ -237,6 +237,10 @@ def run(
     secure: Annotated[
         bool, typer.Option("--secure", help="secure aggregation: the server learns sums of answers only")
     ] = False,
+    relay: Annotated[
+        bool,
+        typer.Option("--relay", help="nodes exchange models among themselves; the server cannot read them"),
+    ] = False,
     aggregate: AggregateOption = None,
     buffer: BufferOption = None,
     staleness: StalenessOption = None,
@@ -271,6 +275,8 @@ def run(
         }
         if aggregate is not None:
             plan["aggregate"] = str(Aggregate.parse(aggregate))
+        if relay and not method.relays:
+            raise SettingError(f"--relay: {method.name} cannot run among nodes; choose pdl-tc, fc or cobo")
         late = lateness_of(buffer, staleness)
         if late is not None:
             late.require(method)
@@ -295,6 +301,7 @@ def run(
             deadline=deadline,
             patience=wait,
             secure=secure,
+            relay=relay,
         )
     if detach:
         console.show(f"Started {job.name}. Follow it: coterie federate attach {folder}")

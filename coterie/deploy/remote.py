@@ -33,9 +33,10 @@ from coterie.deploy.answers import (
     words,
 )
 from coterie.deploy.at_work import AtWork
+from coterie.deploy.relay import RelayCaller
 from coterie.deploy.secure_sums import RemoteHeld, SumCaller
 from coterie.deploy.transport import Envelope, Forgot, Late, NodeCaller
-from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Sent, Visits
+from coterie.engine.protocol import Answer, Call, Capabilities, Method, Runtime, Sent, Visits
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.metrics import Metric
@@ -135,6 +136,7 @@ class RemoteRuntime(Runtime):
         self._shapes: dict[str, Any] = {}
         self._noted: set[tuple[str, int]] = set()
         sums = setup.settings.get("sums")
+        self.relay = RelayCaller(self) if setup.settings.get("relay") else None
         self.sums = None if sums is None else SumCaller(caller, setup.run, bool(sums["secure"]))
 
     def _number(self) -> None:
@@ -144,6 +146,10 @@ class RemoteRuntime(Runtime):
         for k, place in enumerate(self.places):
             self.place[place.ids] = k
             self.position[place.ids] = torch.arange(len(place.ids))
+
+    def adapted(self, algorithm: Method) -> Method:
+        """Return the algorithm; in a relayed run what is left of it for the server."""
+        return algorithm if self.relay is None else self.relay.adapted(algorithm)
 
     def fresh(self, seed: int | None = None) -> RemoteRuntime:
         """Return the same nodes with no state kept; the nodes' seed stays that of the run."""

@@ -332,7 +332,7 @@ class Federation:
         def run(call: Call, visits: Visits, welcome: dict[str, Sent] | None) -> Answer:
             return self.runtime.evaluate(call, visits, split, asked, welcome)
 
-        answers = self._deployed(algorithm, state, run)
+        answers = self.deployed_by(algorithm, state, run)
         self._meter("evaluate", "deploy", "client-server", {}, {}, self.n, answers)
         return self._scores(answers, asked)
 
@@ -391,9 +391,9 @@ class Federation:
 
     def personal(self, algorithm: FederatedAlgorithm, state: State) -> Tensor:
         """Return the deployed models [n, d] or, where models stay with the clients, the round [n, 1] of each."""
-        return broadcast.compact(self._deployed(algorithm, state, self.runtime.deploy)[""])
+        return broadcast.compact(self.deployed_by(algorithm, state, self.runtime.deploy)[""])
 
-    def _deployed(
+    def deployed_by(
         self,
         algorithm: FederatedAlgorithm,
         state: State,

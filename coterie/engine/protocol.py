@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from coterie.models.base import Model
 
 
-Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
+Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values", "peers"]
 Reveals = dict[str, Disclosure]
+Method = TypeVar("Method")
 Sent = Value | None  # what a call sends to all its clients alike
 
 
@@ -191,6 +192,10 @@ class Runtime(Protocol):
     processes: int | str = (
         1  # that share the clients; they decide the last bits too, unless it is "any number"
     )
+
+    def adapted(self, algorithm: Method) -> Method:
+        """Return an algorithm as it is run here: itself, unless its server's side runs elsewhere."""
+        return algorithm
 
     def fresh(self, seed: int | None = None) -> Runtime:
         """Return the same clients and rows with no state kept; `seed` replaces the seed of random draws."""

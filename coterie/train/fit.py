@@ -127,7 +127,7 @@ def fit(
     True
     """
     algorithm, given = make(algorithm) if isinstance(algorithm, str) else algorithm, fed
-    algorithm = algorithm.for_model(fed.model)
+    algorithm = fed.runtime.adapted(algorithm.for_model(fed.model))
     if rounds < 0:
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
@@ -307,6 +307,7 @@ def resume(
     started = time.perf_counter()
     with sharded(given, how, exact, algorithm) as spread:
         fed = spread.fresh()
+        algorithm = fed.runtime.adapted(algorithm)
         _limit_state(fed, state_memory)
         with loop.threads_for(fed, algorithm):
             folder.check_same(fed, anyway)
