@@ -20,7 +20,7 @@ LASTS = 3600.0  # seconds for which a message waits for a node that is slow
 
 
 @dataclass(frozen=True)
-class Task:
+class NodeTask:
     """What a node is at work on: the message, the call, all its visits, and which of them are the node's."""
 
     posted: Posted
@@ -40,7 +40,7 @@ class AtWork:
 
     def __init__(self, runtime: RemoteRuntime) -> None:
         self.runtime = runtime
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, NodeTask] = {}
         self.come: list[LateReply] = []
         self.forgot: list[Tensor] = []
 
@@ -70,7 +70,7 @@ class AtWork:
             name: Late("not connected") for name in envelopes if name not in posted
         }
         for name, message in posted.items():
-            self.tasks[name] = Task(message, call, visits, mine[name])
+            self.tasks[name] = NodeTask(message, call, visits, mine[name])
         before = sum(len(reply.ids) for reply in self.come if reply.call.phase == call.phase)
 
         def enough(names: Collection[str]) -> bool:
@@ -125,7 +125,7 @@ class AtWork:
         found, self.forgot = self.forgot, []
         return found
 
-    def _take(self, name: str, task: Task, answer: wire.WireError | Envelope) -> None:
+    def _take(self, name: str, task: NodeTask, answer: wire.WireError | Envelope) -> None:
         """Check a late answer as one in time is checked, and keep it for the next call of its phase."""
         runtime, place = self.runtime, self.runtime.named(name)
         good, bad = runtime.sorted_out(task.call, {name: answer}, {name: task.rows}, "call", ())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conftest import Live
 
 pytestmark = pytest.mark.e2e
-DEADLINE = 20.0
+DEADLINE = 20.0  # after which Flower gives up a node that stands still, and what it was sent
 
 
 def test_a_stopped_node_holds_nobody_up_and_its_answer_is_used(live: Live) -> None:
@@ -25,7 +25,7 @@ def test_a_stopped_node_holds_nobody_up_and_its_answer_is_used(live: Live) -> No
     job = live.job(
         "late",
         make("fedavg", lr=0.1, batch=4),
-        60,
+        40,
         deadline=DEADLINE,
         plan=Lateness(buffer=4, staleness=100).to_plan(),
     )
@@ -36,7 +36,7 @@ def test_a_stopped_node_holds_nobody_up_and_its_answer_is_used(live: Live) -> No
         if t >= 5 and not stopped:
             live.kill("n1", signal.SIGSTOP)
             stopped.append(time.monotonic())
-        if t >= 25 and len(stopped) == 1:
+        if t >= 13 and len(stopped) == 1:
             live.kill("n1", signal.SIGCONT)
             stopped.append(time.monotonic())
 
@@ -54,6 +54,6 @@ def test_a_stopped_node_holds_nobody_up_and_its_answer_is_used(live: Live) -> No
     on_their_way = [sum(down[: k + 1]) - sum(up[: k + 1]) for k in range(len(down))]
     assert all(0 <= count <= 2 for count in on_their_way), "a round ends with four of six answers"
     asked_alone = [k for k in range(1, len(down)) if down[k] < 6 and on_their_way[k - 1]]
-    assert len(asked_alone) >= 10, "n1 was asked again while it stood still"
+    assert len(asked_alone) >= 5, "n1 was asked again while it stood still"
     assert any(up[k] > down[k] for k in asked_alone), "no late answer was used"
     assert set(live.models(job)) == {name for node in ("n0", "n1", "n2") for name in live.folder.nodes[node]}

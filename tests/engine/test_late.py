@@ -1,6 +1,8 @@
 """Late answers: a reference loop of FedBuff, the ledger, resume, and what is refused."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,3 +183,31 @@ def test_late_answers_train_nearly_as_well_as_waiting():
     )
     loss = [float(run.fed.score(run.personal, "train")["loss"].mean()) for run in (start, waited, late)]
     assert loss[2] - loss[1] < 0.05 * (loss[0] - loss[1])
+
+
+@pytest.mark.parametrize("name", ["cobo", "scaffold"])
+def test_the_command_refuses_what_does_not_tolerate_lateness(name, tmp_path):
+    """Exit 2 and one line that names the method; nothing is written."""
+    words = ["fit", "heart_disease", "--client", "hospital", "--target", "sick", "--algorithm", name]
+    out = tmp_path / "run"
+    run = subprocess.run(
+        [sys.executable, "-m", "coterie", *words, "--buffer", "2", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2 and f"{name} does not tolerate late answers" in run.stderr.replace("\n", " ")
+    assert not out.exists()
+
+
+def test_the_command_trains_with_late_clients(tmp_path):
+    words = ["fit", "heart_disease", "--client", "hospital", "--target", "sick", "--algorithm", "ditto"]
+    late = ["--buffer", "2", "--staleness", "3", "--delays", "slow:0.5:2", "--rounds", "5"]
+    run = subprocess.run(
+        [sys.executable, "-m", "coterie", *words, *late, "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert coterie.load(tmp_path / "run").rounds == 5
