@@ -322,7 +322,9 @@ def _ray(text: str, exact: bool) -> Iterator[Crew]:
     count = int(number)
     with ExitStack() as stack:
         if not ray.is_initialized():
-            here = {} if address else {"include_dashboard": False, "num_cpus": max(count, os.cpu_count() or 1)}
+            here = (
+                {} if address else {"include_dashboard": False, "num_cpus": max(count, os.cpu_count() or 1)}
+            )
             ray.init(address=address or None, log_to_driver=False, **here)
             stack.callback(ray.shutdown)
         host = ray.util.get_node_ip_address()
