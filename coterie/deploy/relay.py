@@ -82,6 +82,11 @@ class RelayKeys:
         for name, key in keys.items():
             if self.identity is not None:
                 self.identity.require(name, signed(self.run, name, key), roster[name])
+                known = self.identity.members
+                if known and name not in known and name != self.name:
+                    raise Refusal(
+                        f"policy: {name} is not among the members whose certificates the owner compared"
+                    )
             if name != self.name:
                 self._lines[name] = agreed(self._secret, key)
         self.transcript = digest("relay", self.run, keys, about)

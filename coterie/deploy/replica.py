@@ -261,6 +261,8 @@ class Replica:
         """Restore the state of the end of a round; None: before the first."""
         if stamp is not None and stamp == self.at:
             return
+        if self._thread is not None and self._thread.is_alive():
+            raise wire.WireError("message rejected: a round is going on")
         tensors = {} if stamp is None else self.files.load(stamp)
         if tensors is None:
             raise CoterieError(f"no saved state of round {stamp and stamp[0]} on this node")

@@ -3,13 +3,17 @@
 import polars
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from safetensors.torch import load_file
 
-from coterie._core.errors import SettingError
+from coterie._core.errors import CoterieError, SettingError
 from coterie.algorithms import make
 from coterie.conformance.runtimes import L2, RUN, SIZES, table
 from coterie.data.federated import Roles
-from coterie.deploy import wire
+from coterie.deploy import federation_folder, wire
 from coterie.deploy.federation_plan import RunRequest, connect, survey
+from coterie.deploy.identity import Identity
 from coterie.deploy.in_process import InProcessTransport
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.relay import RelayKeys
@@ -264,6 +268,43 @@ def test_answers_cannot_be_asked_for_in_the_clear(tmp_path):
     tensors = {"at": torch.tensor([0]), "each.x": torch.zeros(1, fed.d, dtype=torch.float64)}
     reply = runtime.caller.ask({"node 0": (header, tensors)})["node 0"]
     assert "in a relayed run answers go to other nodes only" in str(reply)
+
+
+def test_nodes_write_their_models_and_train_again(tmp_path):
+    """A run that is refitted is relayed again; at the end nodes have models for `coterie predict`."""
+    fed, transport, nodes, plan, _ = opened(tmp_path, method("fc"))
+    run = fit(fed, method("fc"), 2, evaluate_every=0, refit="validation")
+    assert run.trained_on == ("train", "validation")
+    assert set(run.fed.runtime.finish(run.deployed_round, None)) == set(nodes)
+    assert set(run.refitted.runtime.finish(run.deployed_round, None)) == set(nodes)
+    written = [load_file(path) for path in tmp_path.rglob("run/models/models.safetensors")]
+    assert sum(len(tensors["personal"]) for tensors in written) == len(plan.names)
+    secret = torch.cat([tensors["personal"].flatten() for tensors in written])
+    everything = b"".join(transport.received)
+    assert not any(value.numpy().tobytes() in everything for value in secret if float(value))
+
+
+def test_a_listener_with_a_certificate_is_not_among_the_members(tmp_path):
+    """An authority that certifies a node of its own gains nothing where owners have compared certificates."""
+    folders = {}
+    federation_folder.init(
+        tmp_path / "fed", {name: [name] for name in ("a", "b", "spy")}, Roles("client", "y")
+    )
+    folders = {name: tmp_path / "fed" / "nodes" / name for name in ("a", "b", "spy")}
+    certificates = {name: Identity.read(folder) for name, folder in folders.items()}
+    prints = {
+        name: x509.load_pem_x509_certificate(one.certificate.encode()).fingerprint(hashes.SHA256()).hex()
+        for name, one in certificates.items()
+    }
+    members = {name: prints[name] for name in ("a", "b")}
+    careful = RelayKeys(RUN, "a", Identity.read(folders["a"], members))
+    others = {name: RelayKeys(RUN, name, certificates[name]).public() for name in ("b", "spy")}
+    with pytest.raises(CoterieError, match="spy is not among the members"):
+        careful.join({"a": careful.public(), **others}, {})
+    forged = {**others["b"], "key": others["spy"]["key"]}
+    with pytest.raises(wire.WireError, match="what b is said to have sent is not signed by a node"):
+        careful.join({"a": careful.public(), "b": forged}, {})
+    careful.join({"a": careful.public(), "b": others["b"]}, {})
 
 
 def test_other_methods_are_refused(tmp_path):
