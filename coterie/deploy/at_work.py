@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,9 +79,7 @@ class AtWork:
             return before + sum(len(self.tasks[name].rows) for name in names) >= call.late.buffer
 
         waiting = {name: task.posted for name, task in self.tasks.items()}
-        for name, answer in self.runtime.caller.collect(
-            waiting, self.runtime.caller.deadline, enough
-        ).items():
+        for name, answer in self._collected(waiting, self.runtime.caller.deadline, enough).items():
             task = self.tasks.pop(name)
             if task.call is call:
                 answers[name] = answer
@@ -98,7 +96,7 @@ class AtWork:
         if not self.tasks:
             return
         waiting = {name: task.posted for name, task in self.tasks.items()}
-        for name, answer in self.runtime.caller.collect(waiting, limit).items():
+        for name, answer in self._collected(waiting, limit).items():
             self._take(name, self.tasks.pop(name), answer)
         if limit:
             for name in list(self.tasks):
@@ -124,6 +122,15 @@ class AtWork:
         """Remove and return the clients of nodes that have lost what they kept."""
         found, self.forgot = self.forgot, []
         return found
+
+    def _collected(
+        self,
+        waiting: Mapping[str, Posted],
+        limit: float,
+        enough: Callable[[Collection[str]], bool] = lambda names: False,
+    ) -> dict[str, wire.WireError | Envelope]:
+        caller = self.runtime.caller
+        return caller.collect(waiting, limit, enough, parts=caller.deadline)
 
     def _take(self, name: str, task: NodeTask, answer: wire.WireError | Envelope) -> None:
         """Check a late answer as one in time is checked, and keep it for the next call of its phase."""

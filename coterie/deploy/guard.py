@@ -203,7 +203,10 @@ class Guard:
         in_units = known is not None and known.in_units
         most = torch.finfo(torch.float64).max if in_units else self.policy.largest_number
         for value in tensors.values():
-            if not value.is_floating_point():
+            if not value.is_floating_point() or not value.numel():
+                continue
+            low, high = torch.aminmax(value)
+            if -most <= float(low) <= float(high) <= most:  # NaN is not
                 continue
             fine = value.abs() <= most
             for number in stand_for:

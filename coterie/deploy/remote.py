@@ -525,9 +525,12 @@ class RemoteRuntime(Runtime):
             came[mine[name]] = True
         if not good:
             return Answer({}, came=came, why=why, forgot=gone)
-        order = torch.cat([mine[name] for name in good]).argsort()
+        places = torch.cat([mine[name] for name in good])
+        order = places.argsort()
+        in_order = bool((places[1:] > places[:-1]).all())  # models may be large: they are copied once
         parts = [reply.named for reply in good.values()]
-        named = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        named = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        named = named if in_order else {name: value[order] for name, value in named.items()}
         encoded = next(iter(good.values())).encoded
         nth = None if visits.nth is None else visits.nth[came]
         unpacked = messages.unpack(self.setup.seed, call, asked[came], nth, named, encoded)
@@ -552,8 +555,8 @@ class RemoteRuntime(Runtime):
         tensors = [
             value for value in (*call.shared.values(), *call.each.values()) if isinstance(value, Tensor)
         ]
-        sent = max((float(value.abs().max()) for value in tensors if value.numel()), default=0.0)
-        usable_rows = {name: value[mask] for name, value in named.items()}
+        sent = max((float(max(value.max(), -value.min())) for value in tensors if value.numel()), default=0.0)
+        usable_rows = named if bool(mask.all()) else {name: value[mask] for name, value in named.items()}
         ratios = excess(usable_rows, owner[mask], sent)
         fine = torch.ones_like(mask)
         for k, ratio in ratios.items():

@@ -156,6 +156,7 @@ class NodeCaller:
         posted: Mapping[str, Posted],
         limit: float,
         enough: Callable[[Collection[str]], bool] = lambda names: False,
+        parts: float = 0.0,
     ) -> dict[str, wire.WireError | Envelope]:
         """Wait for answers to messages.
 
@@ -167,6 +168,9 @@ class NodeCaller:
             Seconds to wait at most; 0 takes what is there.
         enough
             Told which nodes have answered; True ends the waiting.
+        parts
+            Seconds that an answer of which some parts are there may take beyond the limit: one that is given up half
+            way is lost.
 
         Returns
         -------
@@ -178,8 +182,8 @@ class NodeCaller:
         end, pause = time.monotonic() + limit, POLL[0]
         while waiting and not enough(answers):
             began = time.monotonic()
-            for ticket, content in self.transport.fetch(list(waiting), max(0.0, end - began)).items():
-                came_too_late = isinstance(content, Undelivered) and limit > 0 and time.monotonic() >= end
+            for ticket, content in self.transport.fetch(list(waiting), max(parts, end - began)).items():
+                came_too_late = isinstance(content, Undelivered) and not parts and time.monotonic() >= end
                 if not came_too_late:
                     name = waiting.pop(ticket)
                     answers[name] = self.read(content, posted[name].nonce)
