@@ -4,13 +4,15 @@
     python -m benchmarks.federation forks --nodes 20
     python -m benchmarks.federation rounds --rounds 10000 --nodes 3
     python -m benchmarks.federation rounds --rounds 10000 --in-process
+    python -m benchmarks.federation network --nodes 4 --rounds 6
 
 `nodes` starts a server and so many nodes, each a process of its own that runs what `coterie federate node` runs, with a
 key, a certificate, a policy, a table, an audit log and state of its own. They are forks of a process that has imported
 everything, so that they share the pages of Python and torch; shared pages are counted once (`Pss`). `forks` has no
 server: such nodes read their tables and wait, which takes seconds. `rounds` starts a
 server and such nodes, but no forks, and shows what each process has allocated as rounds go by; `--in-process` has the
-job and three nodes in one process and no SuperLink, so that a round takes milliseconds.
+job and three nodes in one process and no SuperLink, so that a round takes milliseconds. `network` compares FedAvg
+with a network of 6.6 million parameters on nodes with its arithmetic in one process and its bytes over loopback.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from coterie import models
 from coterie.algorithms import make
 from coterie.data.federated import Roles
 from coterie.deploy import federation_folder, job
@@ -38,6 +43,9 @@ from coterie.deploy.in_process import InProcessTransport
 from coterie.deploy.job import JobRequest
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.policy import Policy
+from coterie.engine.federation import Federation
+from coterie.models.description import description
+from coterie.train.fit import fit
 
 ROWS = 40
 ROLES = Roles("client", "y")
@@ -79,7 +87,7 @@ def megabytes(pid: int, kind: str = "Pss") -> float:
     return total
 
 
-def prepare(path: Path, count: int) -> FederationFolder:
+def prepare(path: Path, count: int, **policy: Any) -> FederationFolder:
     """Return a federation of so many nodes, each with its table and policy."""
     names = [f"n{k:03d}" for k in range(count)]
     opened = federation_folder.init(
@@ -88,7 +96,7 @@ def prepare(path: Path, count: int) -> FederationFolder:
     for k, name in enumerate(names):
         rows, place = table(k), path / "nodes" / name
         rows.write_parquet(place / "rows.parquet")
-        Policy.strict(rows, ROLES, **OPEN).write(place / "policy.toml")
+        Policy.strict(rows, ROLES, **OPEN, **policy).write(place / "policy.toml")
     return opened
 
 
@@ -108,13 +116,15 @@ def hold(path: Path, names: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def running(path: Path, count: int, together: bool) -> Iterator[tuple[FederationFolder, dict[str, int]]]:
+def running(
+    path: Path, count: int, together: bool, **policy: Any
+) -> Iterator[tuple[FederationFolder, dict[str, int]]]:
     """Start a server and nodes, as forks of one process or not; yield the federation and the processes by name."""
     os.environ["PYTHONPATH"] = str(
         Path(__file__).parents[1]
     )  # processes run this tree, whatever is installed
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    opened = prepare(path, count)
+    opened = prepare(path, count, **policy)
     names = list(opened.nodes)
     with ExitStack() as stack:
         words = command("federate", "server", path, "--host", "127.0.0.1", "--page", "0")
@@ -258,12 +268,97 @@ def in_process(rounds: int, every: int, count: int = 3) -> list[dict[str, Any]]:
     return seen
 
 
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process and of those that it started and that are still there."""
+    total = 0.0
+    for one in family(pid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # ended children are in it
+    return total
+
+
+def loopback_seconds(size: int, times: int) -> float:
+    """Return how long so many messages of `size` bytes take over a loopback socket, one after the other."""
+    content, taken = bytes(size), socket.create_server(("127.0.0.1", 0))
+
+    def read() -> None:
+        connection, _ = taken.accept()
+        with connection:
+            buffer = bytearray(1 << 20)
+            while connection.recv_into(buffer):
+                pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    began = time.monotonic()
+    with socket.create_connection(taken.getsockname()) as sender:
+        for _ in range(times):
+            sender.sendall(content)
+    reader.join()
+    taken.close()
+    return time.monotonic() - began
+
+
+def network(count: int, rounds: int) -> dict[str, Any]:
+    """Measure FedAvg with a network of 6.6 million parameters: nodes, one process, and the bytes alone."""
+    import polars
+    import torch
+
+    model, algorithm = models.mlp((2560, 2560)), make("fedavg", lr=0.01, steps=5, batch=32)
+    with tempfile.TemporaryDirectory() as folder:
+        with running(Path(folder) / "network", count, False, models=("mlp",), guard=False) as (opened, pids):
+            seen: list[tuple[int, float, float]] = []
+
+            def watch(told: dict[str, Any]) -> None:
+                t = told.get("round", 0)
+                if t and (not seen or t > seen[-1][0]):
+                    spent = sum(processor_seconds(pid) for pid in pids.values())
+                    seen.append((t, float(told["seconds"]), spent))
+
+            plan = {"rounds": rounds, "select": "last", "checkpoint_every": 0, "evaluate_every": 0}
+            plan |= {"aggregate": "mean"}
+            more = {"model": "mlp", "described": description(model), "deadline": 900.0, "patience": 900.0}
+            made = federation_folder.start(opened, algorithm, "network", plan, **more)
+            federation_folder.follow(made, watch, limit=900.0)
+            missed = json.loads((opened.path / "runs" / "network" / "result.json").read_text())["left_out"]
+    (first, began, before), (last, ended, after) = seen[0], seen[-1]
+    rows = polars.concat(
+        [table(k).with_columns(polars.lit(f"n{k:03d}").alias("client")) for k in range(count)]
+    )
+    torch.set_num_threads(1)
+    fed = Federation.from_table(rows, "client", "y", model=model)
+    marks: list[tuple[float, float]] = []
+    fit(
+        fed,
+        algorithm,
+        rounds,
+        evaluate_every=0,
+        score_test=False,
+        aggregate="mean",
+        watch=lambda t, total: marks.append((time.monotonic(), time.process_time())),
+    )
+    alone = [(marks[-1][k] - marks[0][k]) / (rounds - 1) for k in (0, 1)]
+    sent = loopback_seconds(fed.d * fed.dtype.itemsize, 2 * count)
+    return {
+        "parameters": fed.d,
+        "MB of a model": round(fed.d * fed.dtype.itemsize / 1e6, 1),
+        "answers missed": len(missed),
+        "seconds a round on nodes": round((ended - began) / (last - first), 2),
+        "processor seconds a round on nodes": round((after - before) / (last - first), 2),
+        "seconds a round in one process": round(alone[0], 2),
+        "processor seconds a round in one process": round(alone[1], 2),
+        "seconds of its bytes over loopback": round(sent, 2),
+        "ratio": round((ended - began) / (last - first) / (alone[0] + sent), 2),
+    }
+
+
 def main() -> None:
     """Measure what was asked for and print it as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("nodes", "forks", "rounds", "hold"))
+    parser.add_argument("what", choices=("nodes", "forks", "rounds", "network", "hold"))
     parser.add_argument("--nodes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--every", type=int, default=500, help="rounds between two looks at memory")
@@ -277,6 +372,8 @@ def main() -> None:
     found: Any
     if asked.what == "nodes":
         found = nodes(asked.nodes, asked.rounds)
+    elif asked.what == "network":
+        found = network(asked.nodes, asked.rounds)
     elif asked.what == "forks":
         found = forks(asked.nodes)
     elif asked.in_process:

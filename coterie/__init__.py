@@ -35,6 +35,7 @@ _HOME = {
     "advise": "coterie.select.advise",
     "check_algorithm": "coterie.conformance",
     "Privacy": "coterie.engine.privacy",
+    "Lateness": "coterie.engine.late",
     "CoterieError": "coterie._core.errors",
 }
 _MODULES = ("algorithms", "data", "metrics", "models", "theory", "report")

@@ -26,6 +26,7 @@ DISCLOSURES: dict[Disclosure, str] = {
     "model": "sends a shared model after training it on its rows",
     "personal": "sends its personal model, or steps from which the server can follow it",
     "values": "sends values of single rows, or sums over so few rows that they can be told apart",
+    "peers": "sends its answers to the other nodes, encrypted, in a relayed run, and nothing of them to the server",
 }
 
 
@@ -135,6 +136,10 @@ class Algorithm:
     starts_from: ClassVar[Mapping[str, str]] = {}  # by phase: the argument that a reply is a moved copy of
     row_by_row: ClassVar[bool] = False  # it asks for more than losses and gradients of all rows of a client
     stays: ClassVar[frozenset[str]] = frozenset()  # phases and streams whose results never reach the server
+    relays: ClassVar[bool] = False  # nodes can run the server's side among themselves (--relay)
+    tolerates_late: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # phases whose answers may be used in a later round
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

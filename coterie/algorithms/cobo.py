@@ -87,6 +87,7 @@ class CoBo(LearnedLinks):
         options=("auto", "size", "uniform"),
     )
     optimizer: str = setting("sgd", "optimiser of local steps", options=OPTIMIZERS)
+    relays: ClassVar[bool] = True
     pulls: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = LearnedLinks.reveals | {
         "curvature": "aggregate",

@@ -45,6 +45,7 @@ class Ditto(Algorithm):
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset({"train"})
     stays: ClassVar[frozenset[str]] = frozenset({"personal"})
 
     def start(self, fed: Federation) -> State:

@@ -38,6 +38,7 @@ class Fc(Algorithm):
     passes: int = setting(10, "passes of the clustering per round", low=1)
     cluster_on: str = setting("all", "part of the gradient that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
+    relays: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {"own_slope": "personal", "slope": "gradient"}
 
     def start(self, fed: Federation) -> State:

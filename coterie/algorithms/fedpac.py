@@ -40,6 +40,7 @@ class FedPAC(PartlyShared):
 
     begin: ClassVar[None] = None  # type: ignore[assignment]  # the server has the heads
     starts_from: ClassVar[dict[str, str]] = {}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset()  # the server needs statistics of all heads
 
     def start(self, fed: Federation) -> State:
         x, width = fed.initial_model(), last_linear(fed.model, self.name).width

@@ -40,6 +40,7 @@ class FedRoD(Algorithm):
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset({"train"})
 
     def start(self, fed: Federation) -> State:
         last_linear(fed.model, self.name)

@@ -36,6 +36,7 @@ class FOMAML(Algorithm):
     reveals: ClassVar[Reveals] = {"train": "gradient"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset({"train"})
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -47,6 +47,7 @@ class GPFL(Algorithm):
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "shared"}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset({"train"})
 
     def start(self, fed: Federation) -> State:
         parts, x = _parts(fed.model, self.name), fed.initial_model()

@@ -49,6 +49,7 @@ class PartlyShared(Algorithm):
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "shared"}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset({"train"})
 
     def start(self, fed: Federation) -> State:
         return State(shared=self.shared_part(fed.model).of(fed.initial_model()))

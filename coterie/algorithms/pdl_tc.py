@@ -63,6 +63,7 @@ class PdlTc(Algorithm):
     rho: float = setting(0.0, "spread of a cluster (rule = theory)", low=0)
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
+    relays: ClassVar[bool] = True
     reveals: ClassVar[Reveals] = {
         "train": "personal",
         "warm": "personal",

@@ -38,6 +38,7 @@ class PFedMe(Algorithm):
     reveals: ClassVar[Reveals] = {"train": "model"}
 
     starts_from: ClassVar[Mapping[str, str]] = {"train": "x"}
+    tolerates_late: ClassVar[frozenset[str]] = frozenset({"train"})
 
     def start(self, fed: Federation) -> State:
         return State(x=fed.initial_model())

@@ -11,6 +11,7 @@ import typer
 from coterie._core import files
 from coterie._core.errors import DataError, SettingError, nearest
 from coterie.data import bundled
+from coterie.engine.late import Lateness
 from coterie.engine.privacy import Privacy
 from coterie.models.table_models import TABLE_MODELS
 
@@ -137,6 +138,26 @@ AggregateOption = Annotated[
         help="how answers are averaged: mean, clip, median, trimmed, geometric-median; limits cap and screen",
     ),
 ]
+BufferOption = Annotated[
+    int | None,
+    typer.Option(
+        "--buffer", min=0, metavar="K", help="answers that end a round; the others are used in later ones"
+    ),
+]
+StalenessOption = Annotated[
+    int | None,
+    typer.Option(
+        "--staleness", min=0, metavar="ROUNDS", help="oldest answer that is used in a later round (10)"
+    ),
+]
+DelaysOption = Annotated[
+    str | None,
+    typer.Option(
+        "--delays",
+        metavar="KIND",
+        help="simulate late clients: exponential:MEAN, slow:SHARE:ROUNDS or fixed:R1,R2,... in rounds",
+    ),
+]
 EpsilonOption = Annotated[
     float | None,
     typer.Option(metavar="X", help="differential privacy: noise so that the whole run costs at most this"),
@@ -171,6 +192,13 @@ def known_and_groups(given: list[str] | None) -> tuple[str | None, tuple[str, ..
 def grouping_columns(given: list[str] | None) -> str | list[str] | None:
     """Return the columns that were named with --cluster, a single one by itself."""
     return given[0] if given and len(given) == 1 else given or None
+
+
+def lateness_of(buffer: int | None, staleness: int | None, delays: str | None = None) -> Lateness | None:
+    """Return how late answers may come by these options; None if rounds wait for all."""
+    given = {"buffer": buffer, "staleness": staleness, "delays": delays}
+    told = {name: value for name, value in given.items() if value is not None}
+    return Lateness(**told) if told else None  # type: ignore[arg-type]  # checked by the command line
 
 
 def privacy_of(epsilon: float | None, delta: float, unit: str) -> Privacy | None:

@@ -14,6 +14,7 @@ from coterie.algorithms import make
 from coterie.cli import console, federate_trust
 from coterie.cli.arguments import (
     AggregateOption,
+    BufferOption,
     ClientOption,
     ClusterOption,
     DeltaOption,
@@ -26,11 +27,13 @@ from coterie.cli.arguments import (
     RoundsOption,
     SeedOption,
     SetOption,
+    StalenessOption,
     TargetOption,
     TaskOption,
     UnitOption,
     assignments,
     known_and_groups,
+    lateness_of,
     model_settings,
     privacy_of,
     require_place,
@@ -234,7 +237,13 @@ def run(
     secure: Annotated[
         bool, typer.Option("--secure", help="secure aggregation: the server learns sums of answers only")
     ] = False,
+    relay: Annotated[
+        bool,
+        typer.Option("--relay", help="nodes exchange models among themselves; the server cannot read them"),
+    ] = False,
     aggregate: AggregateOption = None,
+    buffer: BufferOption = None,
+    staleness: StalenessOption = None,
     epsilon: EpsilonOption = None,
     delta: DeltaOption = 1e-5,
     unit: UnitOption = "client",
@@ -266,6 +275,16 @@ def run(
         }
         if aggregate is not None:
             plan["aggregate"] = str(Aggregate.parse(aggregate))
+        if relay and not method.relays:
+            raise SettingError(f"--relay: {method.name} cannot run among nodes; choose pdl-tc, fc or cobo")
+        late = lateness_of(buffer, staleness)
+        if late is not None:
+            late.require(method)
+            if secure or epsilon is not None:
+                raise SettingError(
+                    "late answers cannot join masked or noisy sums; leave out --secure and --epsilon"
+                )
+            plan |= late.to_plan()
         plan |= as_plan(promised(privacy_of(epsilon, delta, unit), secure))
         job = federation_folder.start(
             opened,
@@ -282,6 +301,7 @@ def run(
             deadline=deadline,
             patience=wait,
             secure=secure,
+            relay=relay,
         )
     if detach:
         console.show(f"Started {job.name}. Follow it: coterie federate attach {folder}")

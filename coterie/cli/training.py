@@ -16,9 +16,11 @@ from coterie.algorithms import from_the_theory, make
 from coterie.cli import console
 from coterie.cli.arguments import (
     AggregateOption,
+    BufferOption,
     ClassWeightsOption,
     ClientOption,
     ClusterOption,
+    DelaysOption,
     DeltaOption,
     DeviceOption,
     DropOption,
@@ -36,6 +38,7 @@ from coterie.cli.arguments import (
     SeedOption,
     SetOption,
     SplitOption,
+    StalenessOption,
     StateMemoryOption,
     TableArgument,
     TargetOption,
@@ -47,6 +50,7 @@ from coterie.cli.arguments import (
     class_weights,
     find_table,
     grouping_columns,
+    lateness_of,
     method_for,
     named_assignments,
     privacy_of,
@@ -225,6 +229,9 @@ def fit(
     exact: Annotated[
         bool, typer.Option("--exact", help="the same bits whatever the number of workers is")
     ] = False,
+    buffer: BufferOption = None,
+    staleness: StalenessOption = None,
+    delays: DelaysOption = None,
     track: Annotated[
         str | None, typer.Option(metavar="NAME", help="also write for tensorboard, mlflow or wandb")
     ] = None,
@@ -249,7 +256,9 @@ def fit(
             "--budget-mb and --accuracy both say when to stop; give one, and --rounds as a limit"
         )
     require_place(json)
-    privacy = privacy_of(epsilon, delta, unit)
+    privacy, late = privacy_of(epsilon, delta, unit), lateness_of(buffer, staleness, delays)
+    if late is not None and not isinstance(method, str):
+        late.require(method)
     own = None if isinstance(method, str) else method.own_model(rounds)
     fed = Federation.from_table(
         find_table(table),
@@ -296,6 +305,7 @@ def fit(
             privacy=privacy,
             workers=workers,
             exact=exact,
+            late=late,
             ensemble=ensemble,
             budget_mb=budget_mb if races else None,
             budget_seconds=budget_seconds,

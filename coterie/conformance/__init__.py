@@ -24,9 +24,11 @@ from torch import Tensor
 
 from coterie import models
 from coterie._core import files
+from coterie._core.errors import SettingError
 from coterie.algorithms.base import DISCLOSURES, Algorithm
 from coterie.conformance.runtimes import L2, ROUNDS, RUNTIMES, Open, Options, chunks, federation, maker
 from coterie.engine.federation import Federation
+from coterie.engine.late import Lateness
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.protocol import Answer, Call, Visits
 from coterie.train import fit as training
@@ -35,6 +37,8 @@ from coterie.train.run import Run
 
 TOLERANCE = 1e-12
 SPLIT = (0.6, 0.2, 0.2)
+LATE = Lateness(buffer=3, staleness=2, delays="exponential:0.8")
+IN_TIME = Lateness(delays="exponential:0")
 
 
 # Promises hold whatever the step size, and the federations here are steep.
@@ -139,6 +143,31 @@ def fast_forward_equals_round_by_round(algorithm: Algorithm, host: Open) -> None
     assert list(quick.fed.ledger.entries.items()) == list(slow.fed.ledger.entries.items()), (
         "the ledger differs"
     )
+
+
+def late_answers_join_later_rounds(algorithm: Algorithm, host: Open) -> None:
+    """Check runs in which clients are late: a resumed run has the same bits, and all runtimes the same numbers.
+
+    If nobody is late, the bits are those of a run that waits; a method that does not tolerate late answers refuses.
+    """
+    if not algorithm.tolerates_late:
+        try:
+            LATE.require(algorithm)
+        except SettingError:
+            return
+        raise AssertionError("it does not tolerate late answers and does not refuse them")
+    expected = _delayed(algorithm, RUNTIMES["stacked"])
+    _, in_time = _scored(algorithm, host)
+    with tempfile.TemporaryDirectory() as folder, host(algorithm, Options(SPLIT)) as here:
+        run = _stopped_and_resumed(here.fed, algorithm, Path(folder) / "run", stop=2, late=LATE)
+        found = here.models(run)
+        _same(expected[0], run)
+        _close(expected[1], found, "models with late answers")
+    with host(algorithm, Options(SPLIT)) as here:
+        waited = fit(here.fed, algorithm, ROUNDS, evaluate_every=1, late=IN_TIME)
+        assert torch.equal(here.models(waited), in_time), "nobody is late, and the models differ"
+    if expected[0].fed.late is not None:
+        assert expected[0].fed.late.clock < ROUNDS, "the buffer ended no round"
 
 
 def stacked_equals_one_by_one(algorithm: Algorithm) -> None:
@@ -265,6 +294,7 @@ RUNTIME_CHECKS: tuple[Callable[[Algorithm, Open], None], ...] = (
     a_client_that_answers_nan_is_left_out,
     evaluation_leaves_no_trace,
     fast_forward_equals_round_by_round,
+    late_answers_join_later_rounds,
 )
 
 
@@ -289,6 +319,14 @@ def _scored(algorithm: Algorithm, host: Open) -> tuple[Run, Tensor]:
     """Return an uninterrupted run that is scored in every round, and its models."""
     with host(algorithm, Options(SPLIT)) as here:
         run = fit(here.fed, algorithm, ROUNDS, evaluate_every=1)
+        return run, here.models(run)
+
+
+@functools.lru_cache(maxsize=1)
+def _delayed(algorithm: Algorithm, host: Open) -> tuple[Run, Tensor]:
+    """Return a run in which clients are late, and its models."""
+    with host(algorithm, Options(SPLIT)) as here:
+        run = fit(here.fed, algorithm, ROUNDS, evaluate_every=1, late=LATE)
         return run, here.models(run)
 
 
@@ -325,13 +363,15 @@ class _Stopped(Exception):
     pass
 
 
-def _stopped_and_resumed(fed: Federation, algorithm: Algorithm, path: Path, stop: int) -> Run:
+def _stopped_and_resumed(
+    fed: Federation, algorithm: Algorithm, path: Path, stop: int, late: Lateness | None = None
+) -> Run:
     def watch(t: int, rounds: int) -> None:
         if t == stop:
             raise _Stopped
 
     with suppress(_Stopped):
-        fit(fed, algorithm, ROUNDS, path, evaluate_every=1, checkpoint_every=1, watch=watch)
+        fit(fed, algorithm, ROUNDS, path, evaluate_every=1, checkpoint_every=1, watch=watch, late=late)
     with patch("coterie.train.folder.make", maker(algorithm)):
         return resume(path, fed)
 

@@ -15,7 +15,6 @@ from coterie._core.printable import printable
 from coterie.data.split import split_sizes
 from coterie.deploy import messages, wire
 from coterie.deploy.transport import Envelope
-from coterie.engine.phase_output import all_finite
 from coterie.engine.protocol import Call
 from coterie.models.base import Model
 
@@ -67,7 +66,8 @@ def usable(named: dict[str, Tensor], count: int) -> Tensor:
     for value in named.values():
         if value.is_floating_point():
             limit = math.sqrt(torch.finfo(value.dtype).max)
-            if not all_finite([value]) or bool((value.abs() > limit).any()):
+            low, high = torch.aminmax(value) if value.numel() else (torch.zeros(()), torch.zeros(()))
+            if not -limit <= float(low) <= float(high) <= limit:  # NaN is not either
                 mask &= (value.abs() <= limit).reshape(count, -1).all(1)
     return mask
 
@@ -111,7 +111,8 @@ def excess(named: dict[str, Tensor], owner: Tensor, sent: float) -> dict[int, fl
     for value in named.values():
         if not value.is_floating_point() or not value.numel():
             continue
-        rows = value.reshape(len(owner), -1).abs().amax(-1).double().nan_to_num(math.inf)
+        flat = value.reshape(len(owner), -1)
+        rows = torch.maximum(flat.amax(-1), -flat.amin(-1)).double().nan_to_num(math.inf)
         largest = {node: float(rows[owner == node].max()) for node in nodes}
         for node in nodes:
             others = sorted(size for other, size in largest.items() if other != node)

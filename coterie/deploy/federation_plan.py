@@ -242,6 +242,7 @@ def connect(
     *,
     secure: bool = False,
     privacy: Privacy | None = None,
+    relay: bool = False,
 ) -> Federation:
     """Open a run on all nodes and return the federation of their clients.
 
@@ -259,6 +260,8 @@ def connect(
         Answers of nodes are only added up, under masks.
     privacy
         What the run may cost of the clients' privacy, with its number of rounds; nodes add the noise.
+    relay
+        Nodes run the server's side of the algorithm among themselves; the server carries messages it cannot read.
 
     Returns
     -------
@@ -276,6 +279,10 @@ def connect(
     }
     if secure:
         settings["sums"] = {"secure": True}
+    if relay:
+        if secure or privacy is not None:
+            raise SettingError("a relayed run has no answers to add up; leave out --secure and --epsilon")
+        settings["relay"] = True
     if promised(privacy, secure) is not None:
         assert privacy is not None
         settings["privacy"] = {**privacy.to_json(), "clients": n}

@@ -110,7 +110,7 @@ class Guard:
                 self._require_setup(header["setup"])
                 entry |= self._budget(run, header["setup"].get("privacy"))
                 entry["algorithm"] = header["setup"]["algorithm"]["name"]
-            if kind in ("call", "deploy", "score", "finish"):
+            if kind in ("call", "deploy", "score", "finish", "relay"):
                 self._require_round(run, header)
             if kind in ("call", "score"):
                 self._require_scores(run, header, kind)
@@ -142,8 +142,13 @@ class Guard:
         try:
             self._require_algorithm(proposal["algorithm"])
             algorithm = find(proposal["algorithm"]["name"])
+            relayed = proposal.get("relay") is True
+            if relayed and "peers" not in self.policy.reveal:
+                problems.append(
+                    'answers of clients go to the other nodes, which is refused ("peers" in reveal)'
+                )
             for phase, word in algorithm.reveals.items():
-                if word not in self.policy.reveal:
+                if word not in self.policy.reveal and not relayed:
                     perhaps = ", if it is needed" if phase in algorithm.optional else ""
                     problems.append(f"its phase {phase} reveals {word} and will be refused{perhaps}")
         except (CoterieError, KeyError, TypeError) as problem:
@@ -198,7 +203,10 @@ class Guard:
         in_units = known is not None and known.in_units
         most = torch.finfo(torch.float64).max if in_units else self.policy.largest_number
         for value in tensors.values():
-            if not value.is_floating_point():
+            if not value.is_floating_point() or not value.numel():
+                continue
+            low, high = torch.aminmax(value)
+            if -most <= float(low) <= float(high) <= most:  # NaN is not
                 continue
             fine = value.abs() <= most
             for number in stand_for:
@@ -276,6 +284,10 @@ class Guard:
         sums = setup.get("sums") or {}
         if policy.secure and sums.get("secure") is not True:
             raise Refusal("policy: answers leave in secure sums only; start the run with --secure")
+        if setup.get("relay") and "peers" not in policy.reveal:
+            raise Refusal(
+                'policy: answers do not go to other nodes; the owner can allow it: "peers" in reveal'
+            )
         self._require_model(setup["model"])
 
     def _require_encoding(self, encoding: Mapping[str, Any]) -> None:

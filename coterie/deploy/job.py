@@ -25,6 +25,7 @@ from coterie.deploy.audit import AuditLog
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.live import Live
 from coterie.deploy.transport import NodeCaller
+from coterie.engine import late
 from coterie.engine.from_table import SPLIT
 from coterie.engine.from_texts import SPLIT as TEXTS
 from coterie.models.description import description
@@ -82,6 +83,8 @@ class JobRequest:
         Add answers of nodes up under masks.
     described : dict or None
         Description of a model to be trained instead.
+    relay : bool
+        Nodes run the server's side of the algorithm among themselves.
     """
 
     out: str  # the run folder
@@ -101,6 +104,7 @@ class JobRequest:
     run: str = ""
     secure: bool = False
     described: dict[str, Any] | None = None
+    relay: bool = False
 
     @classmethod
     def read(cls, job: Path) -> JobRequest:
@@ -205,6 +209,7 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         proposal = {"algorithm": request.algorithm, "rounds": request.plan["rounds"]}
         proposal |= {"refit": request.plan["refit"]} if request.plan.get("refit", "none") != "none" else {}
         proposal |= {"model": request.model} | ({"secure": True} if request.secure else {})
+        proposal |= {"relay": True} if request.relay else {}
         proposal |= {} if privacy is None else {"privacy": privacy.to_json()}
         roles = Roles.from_json(request.roles)
         wishes = RunRequest(
@@ -225,7 +230,7 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         files.write_json(known, plan.to_json())
     for warning in plan.warnings:
         reporter.note(warning)
-    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy)
+    fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy, relay=request.relay)
     reporter.state("running", nodes=len(plan.nodes))
     if (out / "result.json").exists():
         _finish_again(fed, out, reporter, request.plan.get("refit", "none"))
@@ -242,7 +247,9 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     if (out / "config.toml").exists():
         run = resume(out, fed, watch=watch, track=live)
     else:
-        options = {name: value for name, value in request.plan.items() if name not in IN_PLAN}
+        apart = (*IN_PLAN, *late.IN_PLAN)
+        options = {name: value for name, value in request.plan.items() if name not in apart}
+        options["late"] = late.Lateness.from_plan(request.plan)
         run = fit(fed, algorithm, out=out, watch=watch, track=live, privacy=privacy, **options)
     common = algorithm.common(run.fed, run.state)
     done = run.fed.runtime.finish(run.deployed_round, common)

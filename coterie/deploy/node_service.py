@@ -36,6 +36,7 @@ from coterie.deploy.node_table import NodeTable
 from coterie.deploy.node_texts import NodeTexts
 from coterie.deploy.open_run import SETUP, Forgotten, OpenRun
 from coterie.deploy.policy import TRUSTING, Policy
+from coterie.deploy.relay import KINDS as RELAY_KINDS
 
 if TYPE_CHECKING:
     import polars
@@ -220,6 +221,10 @@ class NodeService:
         """Prepare a sum under masks with the other nodes, or help to take the masks off it."""
         return self.masks_of(str(header.get("run"))).answer(header)
 
+    def relay(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Exchange messages with the other nodes of a relayed run."""
+        return self.run(header).relay(header, tensors)
+
     KINDS: ClassVar[dict[str, Callable[[NodeService, dict[str, Any], dict[str, Tensor]], Message]]] = {
         "hello": hello,
         "statistics": statistics,
@@ -230,6 +235,7 @@ class NodeService:
         "finish": finish,
         "sum": sums,
         **dict.fromkeys(MASK_KINDS, mask),
+        **dict.fromkeys(RELAY_KINDS, relay),
     }
 
     def masks_of(self, run: str) -> NodeMasks:

@@ -18,6 +18,8 @@ from coterie.deploy.consent import AGAIN, Refusal
 from coterie.deploy.node_data import Message
 from coterie.deploy.node_model import make_model
 from coterie.deploy.node_privacy import NodePrivacy
+from coterie.deploy.relay import RelayKeys
+from coterie.deploy.replica import Replica
 from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.resplit import joined
 from coterie.models.causal_lm import CausalLM
@@ -55,9 +57,13 @@ class OpenRun:
         self.privacy = NodePrivacy.of(folder, setup, self.runtime, self.algorithm)
         masks = service.masks_of(str(settings["run"]))
         self.sums = NodeSums.of(self.runtime, self.algorithm, setup, masks, self.privacy)
+        self.relayed, self.identity = bool(setup.get("relay")), service.identity
+        self.replica: Replica | None = None  # the server's side, in a relayed run
 
     def call(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Run a phase from the state that the server names; new state is on disk before the answer leaves."""
+        if self.relayed:
+            return self._relayed_scores(header, tensors)
         reveals = self.guard.require_phase(self.algorithm, str(header["phase"]), bool(header["split"]))
         self._go_to(_stamp(header["since"]))
         before = self.runtime.store.writes
@@ -87,14 +93,52 @@ class OpenRun:
             raise wire.WireError("message rejected: this run has no sums")
         return self.sums.answer(header)
 
+    def relay(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Take part in the exchange of a relayed run: keys, then messages from node to node."""
+        if not self.relayed:
+            raise wire.WireError("message rejected: this run is not relayed")
+        if header["kind"] == "relay_keys":
+            if self.replica is not None:
+                self.replica.give_up()
+            keys = RelayKeys(str(self.settings["run"]), str(header["node"]), self.identity)
+            self.replica = Replica(self.algorithm, self.runtime, self.state_files, keys)
+            return {"keys": keys.public()}, {}
+        replica = self._replica()
+        if header["kind"] == "relay_join":
+            replica.join(header["roster"], header["about"])
+            return {}, {}
+        return replica.relay(header, tensors)
+
+    def _replica(self) -> Replica:
+        if self.replica is None:
+            raise Forgotten("this node has no keys of the other nodes")
+        return self.replica
+
+    def _relayed_scores(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
+        """Score the deployed models of a relayed run, which is all that its server may ask for."""
+        self.guard.require_phase(self.algorithm, str(header["phase"]), bool(header["split"]))
+        if header["phase"] != "deploy":
+            raise Refusal("in a relayed run answers go to other nodes only; the server may ask for scores")
+        replica = self._replica()
+        replica.go_to((int(header["round"]), 0))
+        sums = replica.deployed(str(header["split"]), messages.named_metrics(self.runtime, header))
+        values = {f"value.{name}": value[tensors["at"]] for name, value in sums.items()}
+        found = self._enough(values, str(header["split"]), tensors["at"])
+        return {"encoded": {}, "at": header["since"]}, found
+
     def deploy(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Store the models of these clients under the round they belong to."""
-        self._go_to(_stamp(header["since"]))
-        asked = {**header, "phase": "deploy", "lasting": False, "split": "", "compress": ""}
-        _, values = messages.run(self.runtime, self.algorithm, asked, tensors)
         t = int(header["round"])
+        if self.relayed:
+            replica = self._replica()
+            replica.go_to((t, 0))
+            found = replica.deployed()[""][tensors["at"]]
+        else:
+            self._go_to(_stamp(header["since"]))
+            asked = {**header, "phase": "deploy", "lasting": False, "split": "", "compress": ""}
+            found = messages.run(self.runtime, self.algorithm, asked, tensors)[1]["value."]
         models = self.models(t)
-        models[tensors["at"]] = values["value."]
+        models[tensors["at"]] = found
         self._require_room({"personal": models})
         files.write_tensors(self._path(t), {"personal": models})
         return {}, {}

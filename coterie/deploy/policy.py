@@ -361,7 +361,7 @@ COMMENTS = {
     "data": "Roles of columns, how rows are split, and how few rows are too few.",
     "columns": 'Features that exist for a server: "numeric", "category" or "empty". Remove a line to hide one.',
     "encoding": 'Encodings that you fix, such as age = [54.0, 9.0] (mean, sd) or sex = ["f", "m"].',
-    "methods": "What may be run. A phase reveals nothing, aggregate, gradient, model, personal or values.",
+    "methods": "What may be run. Phases reveal nothing, aggregate, gradient, model, personal, values, peers (relayed).",
     "settings": "Ranges of settings; a batch of 0 means all rows and is always allowed.",
     "limits": "How much may be asked.",
     "privacy": "What all runs together may cost of the privacy of rows; inf: runs need not add noise.",

@@ -32,9 +32,11 @@ from coterie.deploy.answers import (
     usual_shape,
     words,
 )
+from coterie.deploy.at_work import AtWork
+from coterie.deploy.relay import RelayCaller
 from coterie.deploy.secure_sums import RemoteHeld, SumCaller
 from coterie.deploy.transport import Envelope, Forgot, Late, NodeCaller
-from coterie.engine.protocol import Answer, Call, Capabilities, Runtime, Sent, Visits
+from coterie.engine.protocol import Answer, Call, Capabilities, Method, Runtime, Sent, Visits
 from coterie.engine.state import State
 from coterie.models.base import Model
 from coterie.models.metrics import Metric
@@ -130,9 +132,11 @@ class RemoteRuntime(Runtime):
         self.caller, self.places, self.setup, self.n = caller, places, setup, n
         self.train_rows = torch.zeros(n, 1, dtype=torch.float64)  # training rows of each client
         self._number()
+        self.at_work = AtWork(self)
         self._shapes: dict[str, Any] = {}
         self._noted: set[tuple[str, int]] = set()
         sums = setup.settings.get("sums")
+        self.relay = RelayCaller(self) if setup.settings.get("relay") else None
         self.sums = None if sums is None else SumCaller(caller, setup.run, bool(sums["secure"]))
 
     def _number(self) -> None:
@@ -142,6 +146,10 @@ class RemoteRuntime(Runtime):
         for k, place in enumerate(self.places):
             self.place[place.ids] = k
             self.position[place.ids] = torch.arange(len(place.ids))
+
+    def adapted(self, algorithm: Method) -> Method:
+        """Return the algorithm; in a relayed run what is left of it for the server."""
+        return algorithm if self.relay is None else self.relay.adapted(algorithm)
 
     def fresh(self, seed: int | None = None) -> RemoteRuntime:
         """Return the same nodes with no state kept; the nodes' seed stays that of the run."""
@@ -197,7 +205,7 @@ class RemoteRuntime(Runtime):
     def _held(self, call: Call, visits: Visits, answer: Answer) -> Answer:
         """Return an answer whose values the nodes hold until a sum of them is asked for."""
         assert self.sums is not None
-        asked = torch.arange(self.n) if visits.at is None else visits.at
+        asked = self.asked(visits)
         came = asked if answer.came is None else asked[answer.came]
         fine = came if answer.good is None else came[answer.good]
         ids = {
@@ -215,7 +223,7 @@ class RemoteRuntime(Runtime):
     ) -> Answer:
         """Return sums of metrics; a client whose node is away has NaN."""
         answer = self._ask("call", call, visits, welcome, split=split, metrics=metrics)
-        asked = torch.arange(self.n) if visits.at is None else visits.at
+        asked = self.asked(visits)
         filled = self._filled(answer, len(asked), metrics)
         where = self.place[asked]
         for k in where.unique().tolist():
@@ -237,6 +245,7 @@ class RemoteRuntime(Runtime):
         """Return sums of metrics for the models kept under a round [n, 1]."""
         names = [metric.name for metric in metrics]
         envelopes: dict[str, Envelope] = {}
+        self.at_work.settle(self.caller.deadline)
         for place in self._here():
             rounds = weights[place.ids].flatten()
             if (rounds >= 0).any():
@@ -244,9 +253,9 @@ class RemoteRuntime(Runtime):
                 envelopes[place.name] = (about, {})
         parts: dict[str, Tensor] = self._filled(Answer({}), self.n, metrics)
         for name, reply in self.caller.ask(envelopes).items():
-            place = self._named(name)
+            place = self.named(name)
             if isinstance(reply, wire.WireError):
-                self._lose(place, reply)
+                self.lose(place, reply)
                 continue
             sums = messages.under("value.", reply[1])
             if not self._counts_fit(place, split, sums.get("rows"), torch.arange(len(place.ids))):
@@ -268,7 +277,7 @@ class RemoteRuntime(Runtime):
         for name, (header, _) in done.items():
             told = header.get("trained_alone")
             said = [one for one in told if isinstance(one, str)] if isinstance(told, list) else []
-            keeps = [client for client in self._named(name).clients if client in said]
+            keeps = [client for client in self.named(name).clients if client in said]
             if keeps:
                 verb, whose = ("keeps", "its") if len(keeps) == 1 else ("keep", "their")
                 self.caller.note(
@@ -324,9 +333,9 @@ class RemoteRuntime(Runtime):
                 envelopes[place.name] = ({**self.setup.header(), "clients": place.clients}, tensors)
         found = []
         for name, reply in self.caller.ask(envelopes, deadline).items():
-            place = self._named(name)
+            place = self.named(name)
             if isinstance(reply, wire.WireError):
-                self._lose(place, reply)
+                self.lose(place, reply)
                 continue
             rows = messages.under("rows.", reply[1])
             try:
@@ -335,7 +344,7 @@ class RemoteRuntime(Runtime):
                 split = None if texts or again else self.setup.split
                 require_counts(rows, len(place.ids), place.told, split, place.before)
             except Exception as problem:
-                self._lose(place, wire.WireError(explain(problem)))
+                self.lose(place, wire.WireError(explain(problem)))
                 continue
             place.here = True
             self.caller.away.discard(place.name)
@@ -390,13 +399,19 @@ class RemoteRuntime(Runtime):
     def _here(self) -> list[Place]:
         return [place for place in self.places if place.here]
 
-    def _named(self, name: str) -> Place:
+    def asked(self, visits: Visits) -> Tensor:
+        """Return who is visited, [visits]."""
+        return torch.arange(self.n) if visits.at is None else visits.at
+
+    def named(self, name: str) -> Place:
+        """Return the node of this name."""
         return next(place for place in self.places if place.name == name)
 
     def _about(self, kind: str, **more: Any) -> dict[str, Any]:
         return {"kind": kind, "run": self.setup.run, **more}
 
-    def _lose(self, place: Place, problem: wire.WireError) -> None:
+    def lose(self, place: Place, problem: wire.WireError) -> None:
+        """Go on without a node for this call, and without one that is silent until it is heard of again."""
         self.caller.note(f"{place.name} is left out: {problem}")
         if isinstance(problem, Late | Forgot):
             place.here = False
@@ -414,7 +429,8 @@ class RemoteRuntime(Runtime):
         split: str = "",
         metrics: Sequence[Metric] = (),
     ) -> Answer:
-        asked = torch.arange(self.n) if visits.at is None else visits.at
+        self.at_work.settle(self.caller.deadline if kind == "deploy" else 0.0)
+        asked = self.asked(visits)
         where = self.place[asked]
         mine: dict[str, Tensor] = {}
         envelopes = {}
@@ -426,25 +442,34 @@ class RemoteRuntime(Runtime):
             if not place.here:
                 why |= dict.fromkeys(asked[rows].tolist(), f"node {place.name} is away")
                 continue
+            if place.name in self.at_work:  # it is neither asked again nor left out
+                continue
             header, tensors = messages.ask(
                 call, visits, rows, self.position[asked[rows]], welcome, lasting, split, metrics
             )
             about = self._about(kind, since=place.stamp, floor=place.floor)
             mine[place.name], envelopes[place.name] = rows, ({**header, **about}, tensors)
-        good, bad = self._sorted_out(call, self.caller.ask(envelopes), mine, kind, metrics)
-        forgot = []
+        if lasting and call.late is not None:
+            replies = self.at_work.ask(call, visits, envelopes, mine)
+        else:
+            replies = self.caller.ask(envelopes)
+        good, bad = self.sorted_out(call, replies, mine, kind, metrics)
+        forgot = self.at_work.forgotten()
         for name, problem in bad.items():
-            place = self._named(name)
+            place = self.named(name)
             why |= dict.fromkeys(asked[mine[name]].tolist(), f"node {name}: {problem}")
             if isinstance(problem, Forgot):
                 forgot.append(place.ids)
-            self._lose(place, problem)
+            self.lose(place, problem)
         if lasting:
             for name, reply in good.items():
-                self._named(name).stamp = reply.stamp
-        return self._joined_up(call, visits, asked, mine, good, why, forgot, bool(metrics))
+                self.named(name).stamp = reply.stamp
+        answer = self.joined_up(call, visits, asked, mine, good, why, forgot, bool(metrics))
+        if not lasting:
+            return answer
+        return replace(answer, late=self.at_work.late(call.phase), pending=self.at_work.pending(call))
 
-    def _sorted_out(
+    def sorted_out(
         self,
         call: Call,
         answers: dict[str, wire.WireError | Envelope],
@@ -458,7 +483,7 @@ class RemoteRuntime(Runtime):
         model, sums = self.setup.model, sum(self._widths(metrics).values())
         held = self.sums is not None and kind == "call" and not metrics
         for name, envelope in answers.items():
-            visits, since = len(mine[name]), self._named(name).stamp
+            visits, since = len(mine[name]), self.named(name).stamp
             try:
                 if isinstance(envelope, wire.WireError):
                     raise envelope
@@ -482,7 +507,7 @@ class RemoteRuntime(Runtime):
                 )
         return good, bad
 
-    def _joined_up(
+    def joined_up(
         self,
         call: Call,
         visits: Visits,
@@ -500,9 +525,12 @@ class RemoteRuntime(Runtime):
             came[mine[name]] = True
         if not good:
             return Answer({}, came=came, why=why, forgot=gone)
-        order = torch.cat([mine[name] for name in good]).argsort()
+        places = torch.cat([mine[name] for name in good])
+        order = places.argsort()
+        in_order = bool((places[1:] > places[:-1]).all())  # models may be large: they are copied once
         parts = [reply.named for reply in good.values()]
-        named = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+        named = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        named = named if in_order else {name: value[order] for name, value in named.items()}
         encoded = next(iter(good.values())).encoded
         nth = None if visits.nth is None else visits.nth[came]
         unpacked = messages.unpack(self.setup.seed, call, asked[came], nth, named, encoded)
@@ -512,7 +540,7 @@ class RemoteRuntime(Runtime):
             mask &= self._plausible(call, named, self.place[asked[came]], mask)
             if not mask.all():
                 self._note_wild(call.phase, came, mask, mine, good)
-        everyone = bool(came.all()) and not why
+        everyone = bool(came.all()) and not why and gone is None
         return Answer(
             named,
             None if mask.all() else mask,
@@ -527,8 +555,8 @@ class RemoteRuntime(Runtime):
         tensors = [
             value for value in (*call.shared.values(), *call.each.values()) if isinstance(value, Tensor)
         ]
-        sent = max((float(value.abs().max()) for value in tensors if value.numel()), default=0.0)
-        usable_rows = {name: value[mask] for name, value in named.items()}
+        sent = max((float(max(value.max(), -value.min())) for value in tensors if value.numel()), default=0.0)
+        usable_rows = named if bool(mask.all()) else {name: value[mask] for name, value in named.items()}
         ratios = excess(usable_rows, owner[mask], sent)
         fine = torch.ones_like(mask)
         for k, ratio in ratios.items():

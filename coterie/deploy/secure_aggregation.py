@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.deploy.key_agreement import agreed, derived, private_key, public_bytes
 from coterie.deploy.wire import WireError
 
 LEAST = 3  # nodes whose answers may be summed; with two, each would know the other's
@@ -183,8 +184,8 @@ class Party:
         Hashes of its own seeds are with them, so that a wrong share of one is noticed.
         """
         return {
-            "channel": _public(_private(self._channel)).hex(),
-            "masks": [_public(_mask_key(seed)).hex() for seed in self._masks],
+            "channel": public_bytes(private_key(self._channel)).hex(),
+            "masks": [public_bytes(_mask_key(seed)).hex() for seed in self._masks],
             "selves": [_self_commitment(seed) for seed in self._selves],
         }
 
@@ -236,7 +237,7 @@ class Party:
         _add_stream(total, self._selves[slot], use, np.add)
         secret = _mask_key(self._masks[slot])
         for other in self._near:
-            pair = _agreed(secret, self._roster[other]["masks"][slot])
+            pair = agreed(secret, self._roster[other]["masks"][slot])
             _add_stream(total, pair, use, np.add if self.name < other else np.subtract)
         return torch.from_numpy(total.view(np.int64))
 
@@ -277,7 +278,7 @@ class Party:
 
     def _line(self, other: str) -> bytes:
         return _derived(
-            _agreed(_private(self._channel), self._roster[other]["channel"]), b"line" + self._epoch
+            agreed(private_key(self._channel), self._roster[other]["channel"]), b"line" + self._epoch
         )
 
 
@@ -325,7 +326,7 @@ def unmask(
         seed = _combined(name, graph[name], revealed, roster[name]["masks"][slot], _mask_commitment)
         secret = _mask_key(seed)
         for other in near:
-            pair = _agreed(secret, roster[other]["masks"][slot])
+            pair = agreed(secret, roster[other]["masks"][slot])
             _add_stream(total, pair, use, np.subtract if other < name else np.add)
     return torch.from_numpy(total.view(np.int64))
 
@@ -359,7 +360,7 @@ def _self_commitment(seed: bytes) -> str:
 
 
 def _mask_commitment(seed: bytes) -> str:
-    return _public(_mask_key(seed)).hex()
+    return public_bytes(_mask_key(seed)).hex()
 
 
 def _unpacked(content: bytes, index: int) -> list[tuple[int, bytes, bytes]]:
@@ -368,30 +369,8 @@ def _unpacked(content: bytes, index: int) -> list[tuple[int, bytes, bytes]]:
 
 
 def _derived(secret: bytes, use: bytes) -> bytes:
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-    return HKDF(SHA256(), 32, None, b"coterie secure aggregation " + use).derive(secret)
-
-
-def _private(secret: bytes) -> Any:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-    return X25519PrivateKey.from_private_bytes(secret)
+    return derived(secret, b"coterie secure aggregation " + use)
 
 
 def _mask_key(seed: bytes) -> Any:
-    return _private(_derived(seed, b"key"))
-
-
-def _public(key: Any) -> bytes:
-    return bytes(key.public_key().public_bytes_raw())
-
-
-def _agreed(key: Any, other: str) -> bytes:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
-
-    try:
-        return bytes(key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other))))
-    except ValueError:
-        raise WireError("message rejected: a public key that is none") from None
+    return private_key(_derived(seed, b"key"))

@@ -56,6 +56,16 @@ class Activity:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Posted:
+    """A message on its way: the transport's ticket, its nonce and header, and when it was sent."""
+
+    ticket: str
+    nonce: str
+    header: dict[str, Any]
+    sent: float
+
+
 @dataclass
 class NodeCaller:
     """Sends messages, waits for answers, and says which node failed and why.
@@ -104,6 +114,30 @@ class NodeCaller:
             For every node its header and tensors, or the error that says why there are none.
         """
         limit = self.deadline if deadline is None else deadline
+        posted = self.post(envelopes, limit)
+        answers = self.collect(posted, limit)
+        for name, (header, _) in envelopes.items():
+            if name not in answers:
+                late = Late(f"no answer within {limit:g} s" if name in posted else "not connected")
+                answers[name] = late
+                self._note_answer(name, header, late)
+        return answers
+
+    def post(self, envelopes: Mapping[str, Envelope], lasts: float) -> dict[str, Posted]:
+        """Send a message to each of some nodes.
+
+        Parameters
+        ----------
+        envelopes
+            Header and tensors by node.
+        lasts
+            Seconds after which nobody waits for the answers any more.
+
+        Returns
+        -------
+        dict of str to Posted
+            What `collect` needs, by node; a node that is not connected has none.
+        """
         nonces = {name: secrets.token_hex(12) for name in envelopes}
         encoded = {
             name: wire.encode({**header, "nonce": nonces[name]}, tensors)
@@ -112,33 +146,63 @@ class NodeCaller:
         for name, message in encoded.items():
             node = self.activity.setdefault(name, Activity())
             node.messages, node.bytes_down = node.messages + 1, node.bytes_down + len(message)
-        sent = time.monotonic()
-        tickets = self.transport.send(encoded, limit)
-        waiting = {ticket: name for name, ticket in tickets.items()}
-        answers: dict[str, Any] = {name: Late("not connected") for name in envelopes if name not in tickets}
+        sent, tickets = time.monotonic(), self.transport.send(encoded, lasts)
+        return {
+            name: Posted(ticket, nonces[name], envelopes[name][0], sent) for name, ticket in tickets.items()
+        }
+
+    def collect(
+        self,
+        posted: Mapping[str, Posted],
+        limit: float,
+        enough: Callable[[Collection[str]], bool] = lambda names: False,
+        parts: float = 0.0,
+    ) -> dict[str, wire.WireError | Envelope]:
+        """Wait for answers to messages.
+
+        Parameters
+        ----------
+        posted
+            The messages by node.
+        limit
+            Seconds to wait at most; 0 takes what is there.
+        enough
+            Told which nodes have answered; True ends the waiting.
+        parts
+            Seconds that an answer of which some parts are there may take beyond the limit: one that is given up half
+            way is lost.
+
+        Returns
+        -------
+        dict of str
+            For every node that answered its header and tensors, or the error that says why there are none.
+        """
+        waiting = {message.ticket: name for name, message in posted.items()}
+        answers: dict[str, Any] = {}
         end, pause = time.monotonic() + limit, POLL[0]
-        while waiting:
+        while waiting and not enough(answers):
             began = time.monotonic()
-            for ticket, content in self.transport.fetch(list(waiting), max(0.0, end - began)).items():
-                came_too_late = isinstance(content, Undelivered) and time.monotonic() >= end
+            for ticket, content in self.transport.fetch(list(waiting), max(parts, end - began)).items():
+                came_too_late = isinstance(content, Undelivered) and not parts and time.monotonic() >= end
                 if not came_too_late:
                     name = waiting.pop(ticket)
-                    answers[name] = self.read(content, nonces[name])
-                    self.activity[name].seconds = time.monotonic() - sent
+                    answers[name] = self.read(content, posted[name].nonce)
+                    self.activity[name].seconds = time.monotonic() - posted[name].sent
                     self.activity[name].bytes_up += len(content) if isinstance(content, bytes) else 0
             # A look that began in time can end late; the next one is for those who answered meanwhile.
             if not waiting or began >= end:
                 break
-            time.sleep(pause)
+            time.sleep(min(pause, limit))
             pause = min(1.5 * pause, POLL[1])
-        for name in waiting.values():
-            answers[name] = Late(f"no answer within {limit:g} s")
         for name, answer in answers.items():
-            fine = not isinstance(answer, wire.WireError)
-            self.activity[name].answers += fine
-            self.activity[name].problem = "" if fine else str(answer)
-            self.audit(name, _entry(envelopes[name][0], answer))
+            self._note_answer(name, posted[name].header, answer)
         return answers
+
+    def _note_answer(self, name: str, asked: dict[str, Any], answer: wire.WireError | Envelope) -> None:
+        fine = not isinstance(answer, wire.WireError)
+        self.activity[name].answers += fine
+        self.activity[name].problem = "" if fine else str(answer)
+        self.audit(name, _entry(asked, answer))
 
     def read(self, content: bytes | Undelivered, nonce: str | None) -> Any:
         """Return a decoded answer, or the error that it is; `nonce` None accepts any."""

@@ -20,6 +20,8 @@ def stack(fed: Federation, algorithm: FederatedAlgorithm) -> Client | None:
         return None
     if not fed.all_begun(algorithm) or fed.dropout or fed.byzantine or not fed.aggregate.plain or fed.privacy:
         return None
+    if fed.late is not None:
+        return None
     return fed.runtime.stack(algorithm.batch)
 
 

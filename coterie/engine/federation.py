@@ -20,6 +20,8 @@ from coterie.engine.compressors import Compressor, compressor
 from coterie.engine.encoding import Encoded
 from coterie.engine.from_table import from_table
 from coterie.engine.from_texts import from_texts
+from coterie.engine.late import LateAnswers
+from coterie.engine.late_replies import collected
 from coterie.engine.ledger import INSIDE, Entry, Ledger, weigh
 from coterie.engine.noise import Noise
 from coterie.engine.privacy import ClientPrivacy, NoisyNodes, Privacy, PrivateHeld
@@ -79,6 +81,7 @@ class Federation:
         self.privacy: ClientPrivacy | None = None  # budget and noise of clients, where they are kept private
         self.noise: Noise | None = None
         self.promised: Privacy | None = None  # what this run may cost
+        self.late: LateAnswers | None = None  # answers on their way, where rounds do not wait for all
         self.n, self.d = len(self.names), model.d
         self.rows = rows  # number of rows [n] by split
         self.sizes = rows["train"].to(device=device, dtype=dtype).unsqueeze(-1)
@@ -297,6 +300,8 @@ class Federation:
         if self.dropout or begins:
             ids = self._moved(ids)
         ids, each = self._drop(ids, each)
+        if self.late is not None and self.late.simulated:
+            ids, each = self._leave_at_work(self.late, ids, each)
         if begins:
             if phase.__name__ == "begin":
                 replies = self._call(algorithm, "begin", ids, shared, each, link)
@@ -327,7 +332,7 @@ class Federation:
         def run(call: Call, visits: Visits, welcome: dict[str, Sent] | None) -> Answer:
             return self.runtime.evaluate(call, visits, split, asked, welcome)
 
-        answers = self._deployed(algorithm, state, run)
+        answers = self.deployed_by(algorithm, state, run)
         self._meter("evaluate", "deploy", "client-server", {}, {}, self.n, answers)
         return self._scores(answers, asked)
 
@@ -386,9 +391,9 @@ class Federation:
 
     def personal(self, algorithm: FederatedAlgorithm, state: State) -> Tensor:
         """Return the deployed models [n, d] or, where models stay with the clients, the round [n, 1] of each."""
-        return broadcast.compact(self._deployed(algorithm, state, self.runtime.deploy)[""])
+        return broadcast.compact(self.deployed_by(algorithm, state, self.runtime.deploy)[""])
 
-    def _deployed(
+    def deployed_by(
         self,
         algorithm: FederatedAlgorithm,
         state: State,
@@ -427,18 +432,26 @@ class Federation:
         again = None if ids is None or drawn else lambda: self._moved(occurrences(ids))
         visits = Visits(self._moved(ids), again, *(self._sampled[1:] if drawn else ()))
         asked = self.everyone if visits.at is None else visits.at
-        call = Call(algorithm, phase, self.round, self._calls, shared, each, compress)
+        late = self.late if phase in algorithm.tolerates_late else None
+        wait = None if late is None else late.settings
+        call = Call(algorithm, phase, self.round, self._calls, shared, each, compress, wait)
         self._calls += 1
+        kind = "setup" if self.round == 0 or phase == "begin" else "train"
         answer = self.runtime.run(call, visits) if len(asked) else Answer({})
+        if answer.pending is not None:  # what they were sent has travelled
+            own = {name: value[answer.pending] for name, value in each.items()}
+            self._meter(kind, phase, link, shared, own, int(answer.pending.sum()), {})
         if answer.came is not None:
             asked, each = asked[answer.came], {name: value[answer.came] for name, value in each.items()}
             self._note_absent(phase, answer)
-        if answer.away is not None and (self.byzantine or self.privacy is not None):
+        due = None if late is None else late.due(call, asked)
+        if answer.away is not None and (self.byzantine or self.privacy is not None or due is not None):
             answer = answer.away.fetched(answer)
         if self.byzantine:
             base = randomness.key(self.seed, "byzantine", self.round, self._calls)
             answer = lied(answer, asked, self.byzantine, base)
-        kind = "setup" if self.round == 0 or phase == "begin" else "train"
+        if late is not None and (due is not None or answer.late):
+            return collected(self, late, replace(call, each=each), asked, answer, due, link)
         told = {} if self.privacy is not None else answer.named  # sums are metered when they are taken
         self._meter(kind, phase, link, shared, each, len(asked), told, answer.encoded)
         named, held = answer.named, answer.held
@@ -457,11 +470,7 @@ class Federation:
         sizes = self.sizes if asked is self.everyone else self.sizes.index_select(0, asked)
         if held is not None:
             return self._summed(algorithm, phase, link, asked, sizes, held)
-
-        def note(far: Tensor, long: Tensor) -> None:
-            self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
-            self.shortened += [(self.round, int(k), phase) for k in long]
-
+        note = self.noting(phase)
         if answer.away is not None:
             return AwayReplies(
                 asked,
@@ -475,6 +484,26 @@ class Federation:
                 away=answer.away,
             )
         return Replies(asked, named, sizes, self.aggregate, note, origin)
+
+    def noting(self, phase: str) -> Callable[[Tensor, Tensor], None]:
+        """Return what takes down whose replies to a phase are left out of a mean, and whose are shortened."""
+
+        def note(far: Tensor, long: Tensor) -> None:
+            self.left_out += [(self.round, int(k), f"{phase}: too far from the others") for k in far]
+            self.shortened += [(self.round, int(k), phase) for k in long]
+
+        return note
+
+    def _leave_at_work(
+        self, late: LateAnswers, ids: Tensor | None, each: dict[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Leave out clients that are still at work on an earlier call."""
+        asked = self.everyone if ids is None else self._moved(ids)
+        assert asked is not None
+        idle = late.idle(asked)
+        if bool(idle.all()):
+            return ids, each
+        return asked[idle], {name: value[idle] for name, value in each.items()}
 
     def _summed(
         self,

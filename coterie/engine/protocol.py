@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from coterie._core.errors import CoterieError
 from coterie.data.rows import Rows
 from coterie.engine.compressors import Compressor
 from coterie.engine.encoding import Encoded
+from coterie.engine.late import Lateness
 from coterie.engine.state import State, Value
 from coterie.models.metrics import Metric
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from coterie.models.base import Model
 
 
-Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values"]
+Disclosure = Literal["nothing", "aggregate", "gradient", "model", "personal", "values", "peers"]
 Reveals = dict[str, Disclosure]
+Method = TypeVar("Method")
 Sent = Value | None  # what a call sends to all its clients alike
 
 
@@ -36,13 +38,15 @@ class FederatedAlgorithm(Protocol):
     """What the engine needs of an algorithm; `coterie.Algorithm` has it.
 
     Phases are further methods. The engine finds them by name. `reveals` says what each of them sends, `starts_from` of
-    which argument its reply is a moved copy, `stays` which of them (or of their streams) send nothing to the server.
+    which argument its reply is a moved copy, `stays` which of them (or of their streams) send nothing to the server,
+    `tolerates_late` which of them may be answered in a later round: their one reply is then a step from `starts_from`.
     """
 
     reveals: ClassVar[Reveals]
     varying: ClassVar[frozenset[str]]
     starts_from: ClassVar[Mapping[str, str]]
     stays: ClassVar[frozenset[str]]
+    tolerates_late: ClassVar[frozenset[str]]
 
     @property
     def name(self) -> str:
@@ -73,7 +77,10 @@ class FederatedAlgorithm(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a phase: what to run, when, and what was sent. Tensors in `each` have a row per visit."""
+    """One call of a phase: what to run, when, and what was sent. Tensors in `each` have a row per visit.
+
+    With `late` the call ends when enough answers are there, and others may come with a later call of the phase.
+    """
 
     algorithm: FederatedAlgorithm
     phase: str
@@ -82,6 +89,7 @@ class Call:
     shared: dict[str, Sent]
     each: dict[str, Tensor]
     compress: Compressor | None = None
+    late: Lateness | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,9 @@ class Answer:
     Across a network some visits are not answered at all: `came` [visits] marks those that are (None: all), the
     other fields have rows for them only, `why` tells what kept the other clients, and `forgot` are clients that
     have lost what they kept and must begin again. Where only sums leave a node, `held` is where the values are. Where
-    they are in another process of a simulation, `away` fetches them, and `named` has their shapes only.
+    they are in another process of a simulation, `away` fetches them, and `named` has their shapes only. `late` are
+    answers to earlier calls of the phase that have come meanwhile, and `pending` [visits] marks visits of this call
+    that may still be answered.
     """
 
     named: dict[str, Tensor]
@@ -124,6 +134,18 @@ class Answer:
     forgot: Tensor | None = None
     held: Held | None = None
     away: Away | None = None
+    late: tuple[LateReply, ...] = ()
+    pending: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LateReply:
+    """What some clients `ids` [k] answer to an earlier call: finite values with a row for each."""
+
+    call: Call
+    ids: Tensor
+    named: dict[str, Tensor]
+    encoded: dict[str, Encoded] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,6 +192,10 @@ class Runtime(Protocol):
     processes: int | str = (
         1  # that share the clients; they decide the last bits too, unless it is "any number"
     )
+
+    def adapted(self, algorithm: Method) -> Method:
+        """Return an algorithm as it is run here: itself, unless its server's side runs elsewhere."""
+        return algorithm
 
     def fresh(self, seed: int | None = None) -> Runtime:
         """Return the same clients and rows with no state kept; `seed` replaces the seed of random draws."""

@@ -9,6 +9,7 @@ from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.late import Lateness
 from coterie.engine.privacy import Privacy
 from coterie.engine.worker_links import Crew
 from coterie.models.metrics import Metric
@@ -42,6 +43,7 @@ def fit(
     privacy: Privacy | None = None,
     workers: int | str | Crew | None = None,
     exact: bool = False,
+    late: Lateness | None = None,
     ensemble: bool = True,
     budget_mb: float | None = None,
     budget_seconds: float | None = None,
@@ -63,14 +65,17 @@ def fit(
     `aggregate` ("median", "trimmed:0.1", "clip,cap") averages answers so that a few wrong ones cannot move them far.
     `privacy` (`coterie.Privacy(epsilon=4, delta=1e-5)`) adds noise to what leaves a client. `workers` shares the
     clients over processes: a number of them on this machine, "torchrun", "slurm" or "ray:N"; with `exact` the result
-    has the same bits whatever their number is. With `ensemble` "auto" deploys a weighted mean of finalists where that
-    is better on rows held out; `budget_mb` and `budget_seconds` cut its race short.
+    has the same bits whatever their number is. With `late` (`coterie.Lateness(buffer=8)`) a round ends before all have
+    answered, and answers that come later are used then. With `ensemble` "auto" deploys a weighted mean of finalists
+    where that is better on rows held out; `budget_mb` and `budget_seconds` cut its race short.
     """
     if algorithm == "auto":
         if target is not None:
             raise SettingError("auto chooses on validation rows; an accuracy is a target for flix")
-        if aggregate is not None or privacy is not None:
-            raise SettingError("a race takes no aggregate= or privacy=; fit the method it chose with them")
+        if aggregate is not None or privacy is not None or late is not None:
+            raise SettingError(
+                "a race takes no aggregate=, privacy= or late=; fit the method it chose with them"
+            )
         if track is not None:
             raise SettingError("a race has many runs; fit the method it chose with track= instead")
         with sharded(fed, workers, exact) as spread:
@@ -111,4 +116,5 @@ def fit(
         privacy=privacy,
         workers=workers,
         exact=exact,
+        late=late,
     )

@@ -90,6 +90,8 @@ def save(folder: Path, fed: Federation, progress: Progress) -> None:
     tensors |= {f"store.{name}": value for name, value in fed.runtime.snapshot().items()}
     tensors |= progress.history.tensors()
     tensors["begun"] = fed.begun
+    if fed.late is not None:
+        tensors |= {f"late.{name}": value for name, value in fed.late.tensors().items()}
     if progress.best.personal is not None:
         tensors["best.personal"] = progress.best.personal
     then = State() if progress.best.state is None else progress.best.state
@@ -140,6 +142,8 @@ def load(folder: Path, fed: Federation) -> Progress | None:
     fed.runtime.restore(_under("store.", tensors))
     fed.restore_begun(tensors["begun"])
     private.restore(fed, note.get("privacy"))
+    if fed.late is not None:
+        fed.late.restore(_under("late.", tensors))
     fed.left_out = [(int(t), int(k), str(why)) for t, k, why in note["left_out"]]
     fed.shortened = [(int(t), int(k), str(phase)) for t, k, phase in note.get("shortened", ())]
     for row in note["ledger"]:

@@ -16,7 +16,7 @@ DEVICES = ["cuda"]
 
 def rounds_ahead(fed: Federation) -> int:
     """Return how many rounds may run between two checks; 1 where a check costs nothing."""
-    if not fed.runtime.capabilities.deferred_checks:
+    if not fed.runtime.capabilities.deferred_checks or fed.late is not None:
         return 1
     return ROUNDS if torch.device(fed.device).type in DEVICES else 1
 

@@ -15,6 +15,7 @@ from coterie._core.errors import Diverged, NotReopened, RunError, SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.aggregate import Aggregate
 from coterie.engine.federation import Federation
+from coterie.engine.late import LateAnswers, Lateness
 from coterie.engine.privacy import Privacy
 from coterie.engine.resplit import merged
 from coterie.engine.worker_links import Crew
@@ -55,6 +56,7 @@ def fit(
     privacy: Privacy | None = None,
     workers: int | str | Crew | None = None,
     exact: bool = False,
+    late: Lateness | None = None,
 ) -> Run:
     """Train one algorithm on a federation, which is left unchanged.
 
@@ -103,6 +105,8 @@ def fit(
         (`coterie.train.workers`); None computes all of them in this one.
     exact
         Give the same bits whatever the number of workers is.
+    late
+        When a round ends before all have answered, and how old an answer may be that is used later; None waits for all.
 
     Returns
     -------
@@ -123,13 +127,14 @@ def fit(
     True
     """
     algorithm, given = make(algorithm) if isinstance(algorithm, str) else algorithm, fed
-    algorithm = algorithm.for_model(fed.model)
+    algorithm = fed.runtime.adapted(algorithm.for_model(fed.model))
     if rounds < 0:
         raise SettingError(f"rounds is {rounds}; it must not be negative")
     if select not in ("last", "best"):
         raise SettingError(f"select is {select!r}; it is 'last' or 'best'")
     if privacy is not None and refit != "none":
         raise SettingError("refitting would read the rows again without noise; leave refit out with privacy")
+    late_plan = _late_plan(fed, algorithm, late, privacy)
     chosen = None if metric is None else resolve(metric, fed.model.task).name
     further = [resolve(one, fed.model.task) for one in metrics]
     plan = {
@@ -145,6 +150,7 @@ def fit(
         **private.as_plan(privacy),
         **({} if workers is None else {"workers": len(workers) if isinstance(workers, Crew) else workers}),
         **({"exact": True} if exact else {}),
+        **late_plan,
     }
     if out is not None:
         RunFolder.require_free(Path(out))
@@ -190,6 +196,25 @@ def _protect(fed: Federation, algorithm: Algorithm, plan: dict[str, Any], secret
     if "aggregate" in plan:
         fed.aggregate = _rule(plan["aggregate"])
     private.set_up(fed, algorithm, plan, secret)
+    late = Lateness.from_plan(plan)
+    fed.late = None if late is None else LateAnswers(late, fed.seed)
+
+
+def _late_plan(
+    fed: Federation, algorithm: Algorithm, late: Lateness | None, privacy: Privacy | None
+) -> dict[str, Any]:
+    """Return what the plan of a run says of late answers; raise `SettingError` if the method cannot use them."""
+    if late is None:
+        return {}
+    late.require(algorithm)
+    if privacy is not None:
+        raise SettingError(
+            "noise is for sums of one round, and late answers would join several; leave out buffer, staleness and "
+            "delays, or epsilon"
+        )
+    if late.buffer > fed.n:
+        raise SettingError(f"buffer is {late.buffer}, and there are only {fed.n} clients to answer")
+    return late.to_plan()
 
 
 def _limit_state(fed: Federation, megabytes: float | None) -> None:
@@ -282,6 +307,7 @@ def resume(
     started = time.perf_counter()
     with sharded(given, how, exact, algorithm) as spread:
         fed = spread.fresh()
+        algorithm = fed.runtime.adapted(algorithm)
         _limit_state(fed, state_memory)
         with loop.threads_for(fed, algorithm):
             folder.check_same(fed, anyway)
@@ -391,6 +417,7 @@ def _again(run: Run, which: str, rounds: int | None = None, target: float | None
         evaluate_every=0,
         score_test=False,
         target=target,
+        late=None if fed.late is None else fed.late.settings,
     )
 
 

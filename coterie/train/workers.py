@@ -322,9 +322,10 @@ def _ray(text: str, exact: bool) -> Iterator[Crew]:
     count = int(number)
     with ExitStack() as stack:
         if not ray.is_initialized():
-            ray.init(
-                address=address or None, log_to_driver=False, include_dashboard=None if address else False
+            here = (
+                {} if address else {"include_dashboard": False, "num_cpus": max(count, os.cpu_count() or 1)}
             )
+            ray.init(address=address or None, log_to_driver=False, **here)
             stack.callback(ray.shutdown)
         host = ray.util.get_node_ip_address()
         store = open_store(host, count)

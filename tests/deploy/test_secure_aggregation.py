@@ -94,11 +94,11 @@ def test_all_masks_but_those_of_two_honest_nodes_leave_them_hidden():
     use = secure.digest(roster) + (0).to_bytes(4, "big") + CONTEXT
     seen = masked[one].numpy().view("u8") - secure.stream(seeds[one], use, len(plain))
     for other in bad:  # who know their masks with `one`
-        pair = secure._agreed(secure._mask_key(parties[other]._masks[0]), roster[one]["masks"][0])
+        pair = secure.agreed(secure._mask_key(parties[other]._masks[0]), roster[one]["masks"][0])
         mask = secure.stream(pair, use, len(plain))
         seen = seen - mask if one < other else seen + mask
     assert uniform(torch.from_numpy(seen.view("i8"))) > 1e-6
-    pair = secure._agreed(secure._mask_key(parties[two]._masks[0]), roster[one]["masks"][0])
+    pair = secure.agreed(secure._mask_key(parties[two]._masks[0]), roster[one]["masks"][0])
     mask = secure.stream(pair, use, len(plain))
     assert (seen - mask if one < two else seen + mask).tolist() == [7] * len(plain)  # the last mask was all
 

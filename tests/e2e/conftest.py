@@ -138,7 +138,9 @@ class Live:
         from coterie.deploy.job import JobRequest
 
         job = private_folder(self.folder.path / "jobs" / name)
-        every = {key: more.pop(key, 0) for key in ("checkpoint_every", "evaluate_every")}
+        every = {key: more.pop(key, 0) for key in ("checkpoint_every", "evaluate_every")} | more.pop(
+            "plan", {}
+        )
         JobRequest(
             out=str(self.folder.path / "runs" / name),
             algorithm={"name": algorithm.name, "settings": algorithm.settings()},

@@ -111,6 +111,6 @@ def test_torchrun_starts_the_processes(tmp_path):
 def test_ray_starts_the_processes():
     pytest.importorskip("ray")
     fed, algorithm = federation("glm"), make("ditto", **METHODS["ditto"])
-    one, other = fit(fed, algorithm, rounds=3), fit(fed, algorithm, rounds=3, workers="ray:2")
+    one, other = fit(fed, algorithm, rounds=3), fit(fed, algorithm, rounds=3, workers="ray:4")
     assert gap(one.personal, other.personal) < 1e-6
     assert torch.get_num_threads() == 1
