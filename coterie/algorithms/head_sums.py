@@ -41,17 +41,30 @@ class HeadSums(Finder):
     optional: ClassVar[frozenset[str]] = Finder.optional | {"sum_head", "fit_shared"}
 
     def find_clusters(
-        self, fed: Federation, ids: Tensor | None, k: int = 0, on: str = "all", width: int = 256
+        self,
+        fed: Federation,
+        ids: Tensor | None,
+        k: int = 0,
+        on: str = "all",
+        width: int = 256,
+        whole: Tensor | None = None,
     ) -> Found:
         if not k and on == "all" and sends_heads(fed.model) and not sends_sums(fed):
-            labels = self.groups_by_heads(fed, ids)
+            whole = self.shared_model(fed, ids) if _uses_residuals(fed.model) else None
+            labels = self.groups_by_heads(fed, ids, whole)
             if labels is not None and int(labels.max()) > 0:
                 return self.with_models(fed, labels)
-        return super().find_clusters(fed, ids, k, on, width)
+        return super().find_clusters(fed, ids, k, on, width, whole)
 
-    def groups_by_heads(self, fed: Federation, ids: Tensor | None = None) -> Tensor | None:
-        """Return the group of each of the clients `ids` (None: all), -1 if it did not answer; None if nobody did."""
-        x = self.shared_model(fed, ids) if _uses_residuals(fed.model) else fed.initial_model()
+    def groups_by_heads(
+        self, fed: Federation, ids: Tensor | None = None, x: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the group of each of the clients `ids` (None: all), -1 if it did not answer; None if nobody did.
+
+        `x` is the model whose residuals or features are used; None: `shared_model` or the untrained one.
+        """
+        if x is None:
+            x = self.shared_model(fed, ids) if _uses_residuals(fed.model) else fed.initial_model()
         r = fed.map(self.sum_head, x=x, to=ids)
         if len(r) == 0:
             return None

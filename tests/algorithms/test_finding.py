@@ -229,3 +229,10 @@ def test_what_bends_alike_does_not_hide_slopes_that_differ(lie):
         found.append(torch.equal(labels.unsqueeze(1) == labels, truth.unsqueeze(1) == truth))
     assert sum(found) >= 2
     assert all(int(make("pfl-tc").groups_by_heads(curved(seed, apart=0.0)).max()) == 0 for seed in range(3))
+
+
+def test_networks_of_one_distribution_are_not_split_at_random():
+    """The mean of networks that were fitted apart is worse than they are; one that all fitted together is not."""
+    for seed in range(4):
+        fed = curved(seed, apart=0.0)
+        assert int(make("ifca").find_clusters(fed, None).labels.max()) == 0
