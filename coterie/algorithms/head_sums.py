@@ -17,6 +17,7 @@ from coterie.models.blocks import drawn_rows
 from coterie.models.heads import head_of
 from coterie.models.network import Network
 from coterie.theory.cluster_tree import numbered
+from coterie.theory.consensus import group_medians
 from coterie.theory.pooled_sums import clear_clusters, pooled_clusters
 from coterie.theory.pooled_tree import credible_sums
 
@@ -86,7 +87,7 @@ class HeadSums(Finder):
         x = fed.initial_model()
         for _ in range(SHARED_ROUNDS):
             r = fed.map(self.fit_shared, x=x, to=ids)
-            x = r.values.median(0).values if len(r) else x
+            x = group_medians(r.values, torch.zeros_like(r.ids))[0] if len(r) else x
         return x
 
     def fit_shared(self, client: Client, x: Tensor) -> Tensor:
