@@ -80,9 +80,19 @@ class Finder(Algorithm):
         return FIT_STEPS
 
     def find_clusters(
-        self, fed: Federation, ids: Tensor | None, k: int = 0, on: str = "all", width: int = 256
+        self,
+        fed: Federation,
+        ids: Tensor | None,
+        k: int = 0,
+        on: str = "all",
+        width: int = 256,
+        whole: Tensor | None = None,
     ) -> Found:
-        """Find k clusters of the clients `ids` (None: all), or with k = 0 as many as held-out rows ask for."""
+        """Find k clusters of the clients `ids` (None: all), or with k = 0 as many as held-out rows ask for.
+
+        `whole` is a model that all have fitted together; the cluster of all is judged by it instead of the mean of
+        their fits, since networks that were fitted apart lose by averaging, and random splits of them would win.
+        """
         if not k and on == "all" and sends_sums(fed):
             return self._from_sums(fed, ids)
         r = fed.map(self.fit_alone, x=fed.initial_model(), to=ids)
@@ -101,7 +111,7 @@ class Finder(Algorithm):
         else:
             nodes = tree.top(TOP)
             below = tree.members[nodes][:, fine]
-            losses = self._judged(fed, r.ids, r["fit"], r["loss"], weights, below)
+            losses = self._judged(fed, r.ids, r["fit"], r["loss"], weights, below, whole)
             labels = chosen(tree, nodes, losses, fine)
         everyone = torch.full((fed.n,), -1, dtype=torch.long, device=fed.device)
         return self._centred(everyone.index_copy(0, r.ids, labels.to(fed.device)), r)
@@ -165,7 +175,14 @@ class Finder(Algorithm):
         return Found(labels, models, excess.to(fed.device), own if bool(own.any()) else None)
 
     def _judged(
-        self, fed: Federation, ids: Tensor, fits: Tensor, alone: Tensor, weights: Tensor, below: Tensor
+        self,
+        fed: Federation,
+        ids: Tensor,
+        fits: Tensor,
+        alone: Tensor,
+        weights: Tensor,
+        below: Tensor,
+        whole: Tensor | None = None,
     ) -> Tensor:
         """Return what each client loses in each group, fold by fold, compared with alone, [groups, clients, folds]."""
         found = torch.zeros(*below.shape, FOLDS, dtype=torch.float64)
@@ -178,7 +195,10 @@ class Finder(Algorithm):
             own = weights[who].unsqueeze(1).to(fits)
             total = own.sum()
             rest = ((own.T @ fits[who]) - own * fits[who]) / (total - own)
-            r = fed.map(self.try_shared, each={"x": rest, "share": own / total}, to=ids[who])
+            share = own / total
+            if whole is not None and bool(inside.all()):
+                rest, share = whole.expand_as(rest), torch.zeros_like(share)
+            r = fed.map(self.try_shared, each={"x": rest, "share": share}, to=ids[who])
             if len(r):
                 at = place[r.ids.cpu()]
                 found[group, at] = (r.values.cpu() - alone[at].cpu()).double() * weights[at].unsqueeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import make
 from coterie.data.languages import LANGUAGES, conllu_languages
+from coterie.data.texts import Texts
 from coterie.engine.federation import Federation
 from coterie.experiments.jobs import continued
 from coterie.experiments.spec import Experiment, RunPlan, build, shared_data
 from coterie.models.causal_lm import CausalLM, causal_lm
+from coterie.models.language_weights import Location, locate
 from coterie.report.weights import weights_of
 from coterie.train.fit import fit
 from coterie.train.history import mean_over_clients
@@ -48,6 +51,7 @@ def perplexities(experiment: Experiment, seed: int, home: Path | None = None) ->
         settings["tuning_steps"] = corpus.tuning_steps
     algorithm = make(settings.pop("method"), **settings, batch=corpus.batch)
     fed = _federation(corpus, plan, seed)
+    before = _tokens_trained(fed)
     for split in ("validation", "test"):
         for name, rows in zip(fed.names, fed.rows[split].tolist(), strict=True):
             if rows == 0:
@@ -62,22 +66,34 @@ def perplexities(experiment: Experiment, seed: int, home: Path | None = None) ->
             evaluate_every=plan.evaluate_every,
             select=plan.select or "last",
         )
-    return {**_scores(run), **_speed(run), **_choices(experiment, run, seed)}
+    return {**_scores(run), **_speed(run, before), **_choices(experiment, run, seed)}
 
 
 def _federation(corpus: Corpus, plan: RunPlan, seed: int) -> Federation:
     """Build the federation of languages."""
-    settings = {name: value for name, value in plan.model.items() if name != "name"}
+    settings = tuple((name, value) for name, value in plan.model.items() if name != "name")
     fractions = (float(corpus.split[0]), float(corpus.split[1]), float(corpus.split[2]))
     return Federation.from_texts(
-        conllu_languages(shared_data(corpus.archive), corpus.languages, corpus.sentences, corpus.within),
-        causal_lm(**settings),
+        _texts(shared_data(corpus.archive), corpus.languages, corpus.sentences, corpus.within),
+        _model(settings, locate(str(plan.model["path_or_name"]))),
         context=corpus.context,
         tokens=corpus.tokens,
         split=fractions,
         seed=seed,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _model(settings: tuple[tuple[str, Any], ...], found: Location) -> CausalLM:
+    """Return the model whose weights are `found`; jobs of one process share them and what was compiled."""
+    return causal_lm(**dict(settings))
+
+
+@functools.lru_cache(maxsize=1)
+def _texts(path: Path, languages: tuple[str, ...], sentences: int | None, within: str | None) -> Texts:
+    """Return the documents; jobs of one process read them once."""
+    return conllu_languages(path, languages, sentences, within)
 
 
 def _scores(run: Run) -> dict[str, Any]:
@@ -91,6 +107,7 @@ def _scores(run: Run) -> dict[str, Any]:
         **{name: float(value) for name, value in zip(run.fed.names, test, strict=True)},
         "loss": mean_over_clients(run.score("test", "loss")),
         "train_loss": mean_over_clients(run.score("train", "loss")),
+        "validation_loss": mean_over_clients(run.score("validation", "loss")),
         "round": run.deployed_round,
         "mb_up": up,
         "mb_down": down,
@@ -104,14 +121,22 @@ def _scores(run: Run) -> dict[str, Any]:
             "rounds": rounds,
             "values": shown,
         }
+        lowest = min(value for value in values if math.isfinite(value))
+        found["overfitting"] = values[-1] / lowest if math.isfinite(values[-1]) else math.inf
     return found
 
 
-def _speed(run: Run) -> dict[str, float]:
+def _tokens_trained(fed: Federation) -> int:
+    """Return the number of tokens of which this process has taken gradients."""
+    assert isinstance(fed.model, CausalLM)
+    return fed.model.held.trained
+
+
+def _speed(run: Run, before: int) -> dict[str, float]:
     """Return seconds of training and scoring, tokens in gradients (of this process), and TFLOP per second."""
     model = run.fed.model
     assert isinstance(model, CausalLM) and model.length is not None
-    tokens = float(model.held.trained)
+    tokens = float(model.held.trained - before)
     work = tokens * model.adapted.flops_per_token(model.length - 1)
     return {
         "train_seconds": run.seconds,

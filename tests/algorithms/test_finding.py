@@ -191,3 +191,48 @@ def test_networks_under_other_names_are_told_apart_before_they_train(name):
     same = run.state.labels.unsqueeze(1) == run.state.labels
     assert torch.equal(same, fed.clusters.unsqueeze(1) == fed.clusters)
     assert run.fed.ledger.total("messages_up", phase="sum_head") == 10
+
+
+def curved(seed, count=12, apart=0.35, **options):
+    """Clients whose targets bend alike, 40 rows each; the slopes of every second one differ a little."""
+    rng = np.random.default_rng(seed)
+    xs = [rng.normal(size=(40, 4)).astype(np.float32) for _ in range(count)]
+    steep = np.array([2.0, -2.0, 0.0, 0.0], np.float32)
+    slopes = [np.array([0, 0, apart * (-1) ** k, 0], np.float32) for k in range(count)]
+    ys = [
+        (np.abs(x @ steep) + x @ own + 0.2 * rng.normal(size=40)).astype(np.float32)
+        for x, own in zip(xs, slopes, strict=True)
+    ]
+    labels = [k % 2 if apart else 0 for k in range(count)]
+    return Federation.from_arrays(xs, ys, models.mlp(hidden=(16,)), clusters=labels, seed=seed, **options)
+
+
+def test_sums_of_heads_of_numbers_are_those_of_the_residuals_at_the_model_that_is_sent():
+    fed = curved(0, count=2)
+    x = fed.initial_model() + 0.1
+    r = fed.map(make("cobo").sum_head, x=x)
+    for k in range(2):
+        rows = fed.runtime.train.x[40 * k : 40 * k + 40]
+        left = fed.runtime.train.y[40 * k : 40 * k + 40] - fed.model.scores(x, rows).flatten()
+        wanted = torch.cat([rows, torch.ones(40, 1)], 1).T @ left
+        torch.testing.assert_close(r["slopes"].view(2, FOLDS, 5)[k].sum(0), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("lie", [None, "large", "sign-flip"])
+def test_what_bends_alike_does_not_hide_slopes_that_differ(lie):
+    """Least squares on the targets sees one group here; a model for all explains what bends, unless liars move it."""
+    found = []
+    for seed in range(3):
+        fed = curved(seed, byzantine={0: lie} if lie else None)
+        labels = make("pfl-tc").groups_by_heads(fed)[1:]
+        truth = fed.clusters[1:]
+        found.append(torch.equal(labels.unsqueeze(1) == labels, truth.unsqueeze(1) == truth))
+    assert sum(found) >= 2
+    assert all(int(make("pfl-tc").groups_by_heads(curved(seed, apart=0.0)).max()) == 0 for seed in range(3))
+
+
+def test_networks_of_one_distribution_are_not_split_at_random():
+    """The mean of networks that were fitted apart is worse than they are; one that all fitted together is not."""
+    for seed in range(4):
+        fed = curved(seed, apart=0.0)
+        assert int(make("ifca").find_clusters(fed, None).labels.max()) == 0

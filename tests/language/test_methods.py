@@ -173,6 +173,40 @@ def test_without_weights_the_job_says_what_to_do(tmp_path: Path, monkeypatch: py
     assert load("cobo/languages").plan("cobo").rounds == 274
 
 
+def test_settings_of_few_tokens_are_those_that_another_seed_chose() -> None:
+    folder = ROOT / "experiments" / "results" / "cobo-languages" / "scarce"
+    found = {
+        record["key"]: record
+        for path in folder.glob("*-10-*.json")
+        if (record := json.loads(path.read_text()))
+    }
+    pull, scarce = load("cobo/languages-pull"), load("cobo/languages-scarce")
+    assert set(found) == {plan.key for plan in pull.plans} and pull.seeds == (10,) and 10 not in scarce.seeds
+    for method, name in (("local", "lr"), ("cobo", "rho"), ("ditto", "lam")):
+        losses = {
+            key: one["metrics"]["validation_loss"] for key, one in found.items() if key.startswith(method)
+        }
+        best = pull.plan(min(losses, key=losses.__getitem__)).settings[name]
+        assert all(scarce.plan(f"{method}-{size}").settings[name] == best for size in ("50k", "100k"))
+
+
+@pytest.mark.slow
+def test_jobs_of_one_process_share_the_model_and_count_their_own_tokens(
+    tiny: Path, documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTERIE_SMOLLM2", str(tiny))
+    monkeypatch.setenv("COTERIE_SHARED", str(corpus(tmp_path / "shared", documents)))
+    found = []
+    for folder in ("one", "two"):
+        job = ["cobo/languages-scarce", "--job", "local-50k", "--seed", "0", "--out", str(tmp_path / folder)]
+        assert run_job([*job, "--quick"]) == 0
+        (path,) = (tmp_path / folder / "jobs").glob("*.json")
+        found.append(json.loads(path.read_text())["metrics"])
+    for name in ("tokens", "perplexity", "validation_loss", "overfitting"):
+        assert found[0][name] == found[1][name] > 0
+    assert found[0]["overfitting"] >= 1
+
+
 def test_the_papers_size_is_recorded_as_it_is_planned() -> None:
     """500 iterations of 200 rows; the gradients that were counted are those that CoBo's draws of pairs ask for."""
     plan = load("cobo/languages-full").plan("cobo")
