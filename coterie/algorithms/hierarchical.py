@@ -187,6 +187,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
         if not closed:
             middle = s.centres + shortened(middle - s.centres, LONGEST_STEP)
+            common = s.x + shortened(common.to(fed.dtype) - s.x, LONGEST_STEP)
         self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
         clusters = self.clusters(fed)
         each = {"centre": middle[clusters], "spread": within[clusters].flatten(1)}
@@ -395,6 +396,14 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         more = {"contribute": (3 * d + 1, (d + 2) * (d + 3) // 2), "follow": (3 * d + 1, 0)}
         return {"begin": (d, 0), "train": (d, d), **newton, **more, **self.finding_traffic(d)}
 
+    def plain(self, fed: Federation) -> Hierarchical:
+        """Return the method without settings of the other solver, and without penalties where data choose them."""
+        crossed = layout(fed) is not None
+        unused = ["lr", "steps"] if crossed or self.newton(fed) else []
+        unused += ["gamma", "lambda_"] if crossed or self.choice(fed) != "given" else []
+        usual = Hierarchical()
+        return self.replace(**{name: getattr(usual, name) for name in unused})
+
     def newton(self, fed: Federation) -> bool:
         """Return True if clients send second derivatives."""
         able = fed.model.has_hessian
@@ -403,10 +412,14 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         return self.solver == "newton" or (self.solver == "auto" and able and fed.d <= LARGEST)
 
     def choice(self, fed: Federation) -> str:
-        """Return how gamma and lambda are chosen on this federation."""
-        if self.choose != "auto":
-            return self.choose
-        return "ml" if self.newton(fed) else "given"
+        """Return how gamma and lambda are chosen on this federation.
+
+        Plain likelihood fits the centre to a client whose rows say far more than those of the others (features in other
+        units), and then finds no differences; the restricted one integrates over the centre.
+        """
+        if self.choose != "auto" or not self.newton(fed):
+            return "given" if self.choose == "auto" else self.choose
+        return "ml" if fed.model.has_statistics or self.grouping == "mixture" else "reml"
 
     def clusters(self, fed: Federation) -> Tensor:
         """Return the cluster of every client, [n]."""
