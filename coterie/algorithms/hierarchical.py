@@ -25,7 +25,7 @@ from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, pulled_share, settle, times
 from coterie.theory.mixed_likelihood import maximum_likelihood
-from coterie.theory.robust import STRANGE, looks_heavy, without_strangers
+from coterie.theory.robust import STRANGE, looks_heavy, on_another_scale, without_strangers
 from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
@@ -92,7 +92,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     )
     tails: str = setting(
         "auto",
-        "of least squares: normal, t, or t where a client is too far off",
+        "of least squares: normal, t, or t where a client is too far off; auto leaves out clients in other units",
         options=("auto", "normal", "t"),
     )
     solver: str = setting(
@@ -165,6 +165,14 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             return s
         sums, closed = self.sums(fed, replies), fed.model.has_statistics
         found = Components(s.noise, s.within.double(), s.between.double())
+        if t == 1 and not closed and self.tails == "auto":
+            odd = on_another_scale(sums.xx.diagonal(dim1=-2, dim2=-1), replies.weights.double())
+            if bool(odd.any()):
+                s = s.replace(
+                    trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, (~odd).to(fed.dtype))
+                )
+        if "trust" in s and not closed:
+            sums = sums.kept(s.trust[replies.ids] > 0)
         if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not closed):
             near = found if s.within.any() else None
             groups = s.groups if t > CHOSEN_ROUNDS and near else effect_groups(self, fed, sums, near)

@@ -361,9 +361,9 @@ def test_a_client_in_other_units_ends_no_fit_of_classes_in_clusters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("clustered", "seed"), [(False, 3), (False, 5), (True, 2), (True, 5)])
+@pytest.mark.parametrize(("clustered", "seed"), [(False, 3), (False, 511), (True, 5), (True, 507)])
 def test_other_units_of_features_move_nobody_in_models_of_classes(clustered, seed):
-    """Worlds in which maximum likelihood, which fits the centre to the odd client, costs the others 14 to 52 %."""
+    """Worlds in which the odd client, which says the most about the centre, cost the others 14 to 56 %."""
     from benchmarks import poisoned_units
 
     xs, ys = poisoned_units.world(seed, classes=True, clustered=clustered)
