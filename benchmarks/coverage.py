@@ -73,15 +73,109 @@ def logistic(rng: np.random.Generator, clients: int = 60, rows: int = 8) -> Hits
     return _judged(run, truth, {"client 0": 1.0}, xs, chances, rows)
 
 
+def full(rng: np.random.Generator, clients: int = 40, rows: int = 8) -> Hits:
+    """Intercept and slope that are correlated (.5), variances 1 and 1, noise 1."""
+    root = np.linalg.cholesky([[1.0, 0.5], [0.5, 1.0]])
+    truth = rng.normal(size=(clients, 2)) @ root.T + np.array([0.5, 2.0])
+    xs, ys = _numbers(rng, truth, np.ones(clients), rows)
+    run = _fitted(xs, ys, rows, effects="each", covariance="full")
+    sizes = {"noise": 1.0, "client 0": 1.0, "client 1": 1.0, "correlation 0, 1": 0.5}
+    return _judged(run, truth, sizes, xs, ys, rows)
+
+
+def cluster_variances(rng: np.random.Generator, clients: int = 25, rows: int = 6) -> Hits:
+    """Three clusters whose intercepts have variances .5, 1 and 2, noise 1."""
+    label, sizes = np.repeat(np.arange(3), clients), np.array([0.5, 1.0, 2.0])
+    level = 2.0 + rng.normal(size=3)[label] + np.sqrt(sizes)[label] * rng.normal(size=len(label))
+    truth = np.column_stack([np.full(len(label), 0.5), level])
+    xs, ys = _numbers(rng, truth, np.ones(len(label)), rows)
+    run = _fitted(xs, ys, rows, label, effects="intercept", variances="cluster")
+    known = {"noise": 1.0, **{f"cluster {k}: client 0": float(size) for k, size in enumerate(sizes)}}
+    return _judged(run, truth, known, xs, ys, rows)
+
+
+def cluster_noises(rng: np.random.Generator, clients: int = 12, rows: int = 6) -> Hits:
+    """Three clusters with noises .5, 1 and 2, intercepts with variance 1."""
+    label, noises = np.repeat(np.arange(3), clients), np.array([0.5, 1.0, 2.0])
+    level = 2.0 + rng.normal(size=3)[label] + rng.normal(size=len(label))
+    truth = np.column_stack([np.full(len(label), 0.5), level])
+    xs, ys = _numbers(rng, truth, noises[label], rows)
+    run = _fitted(xs, ys, rows, label, effects="intercept", noise="cluster")
+    known = {"client 0": 1.0, **{f"noise {k}": float(size) for k, size in enumerate(noises)}}
+    return _judged(run, truth, known, xs, ys, rows)
+
+
+def client_noises(rng: np.random.Generator, clients: int = 40, rows: int = 10) -> Hits:
+    """Noises of the clients are 5/Gamma(5) around 1, intercepts have variance 1."""
+    noises = 5.0 / rng.gamma(5.0, size=clients)
+    truth = np.column_stack([np.full(clients, 0.5), 2.0 + rng.normal(size=clients)])
+    xs, ys = _numbers(rng, truth, noises, rows)
+    run = _fitted(xs, ys, rows, effects="intercept", noise="client")
+    return _judged(run, truth, {"client 0": 1.0}, xs, ys, rows)
+
+
+def negative_binomial(rng: np.random.Generator, clients: int = 60, rows: int = 8) -> Hits:
+    """Counts of dispersion 2 with a random intercept of variance 1; predictions are of the mean."""
+    return _scores(rng, "negative_binomial", clients, rows)
+
+
+def ordinal(rng: np.random.Generator, clients: int = 60, rows: int = 8) -> Hits:
+    """Four ordered classes with a random intercept of variance 1; no intervals of predictions."""
+    return _scores(rng, "ordinal", clients, rows)
+
+
+def _scores(rng: np.random.Generator, kind: str, clients: int, rows: int) -> Hits:
+    """Return hits of a random intercept (variance 1) beside a common slope, for counts or ordered classes."""
+    truth = np.column_stack([np.full(clients, 0.5), 0.3 + rng.normal(size=clients)])
+    xs = [rng.normal(size=(rows + 4, 1)) for _ in range(clients)]
+    zs = [x[:, 0] * t[0] + t[1] for x, t in zip(xs, truth, strict=True)]
+    if kind == "ordinal":
+        ys = [np.digitize(z + rng.logistic(size=len(z)), [0.0, 1.0, 2.5]) for z in zs]
+        model = models.ordinal(intercept=True, classes=4)
+    else:
+        ys = [rng.negative_binomial(2, 2 / (2 + np.exp(z))).astype(float) for z in zs]
+        model = models.negative_binomial(intercept=True)
+    fed = Federation.from_arrays([x[:rows] for x in xs], [y[:rows] for y in ys], model)
+    method = make("hierarchical", grouping="one", effects="intercept")
+    run = coterie.fit(fed, method, rounds=60, evaluate_every=0)
+    return _judged(
+        run, truth, {"client 0": 1.0}, xs, None if kind == "ordinal" else list(map(np.exp, zs)), rows
+    )
+
+
+def _numbers(rng: np.random.Generator, truth: np.ndarray, noises: np.ndarray, rows: int) -> tuple[list, list]:
+    """Return features and targets of clients with these coefficients and noises, and four new rows of each."""
+    xs = [rng.normal(size=(rows + 4, 1)) for _ in truth]
+    ys = [
+        x[:, 0] * t[0] + t[1] + s * rng.normal(size=len(x))
+        for x, t, s in zip(xs, truth, np.sqrt(noises), strict=True)
+    ]
+    return xs, ys
+
+
+def _fitted(xs, ys, rows: int, label=None, **settings: str):
+    """Return the hierarchical model of the first rows, with known clusters if there is a label."""
+    fed = Federation.from_arrays(
+        [x[:rows] for x in xs],
+        [y[:rows] for y in ys],
+        models.linear(intercept=True),
+        clusters=None if label is None else label.tolist(),
+    )
+    grouping = "one" if label is None else "known"
+    return coterie.fit(fed, make("hierarchical", grouping=grouping, **settings), rounds=1, evaluate_every=0)
+
+
 def _judged(run, truth, variances: dict[str, float], xs, ys, rows: int) -> Hits:
     """Return which intervals hold; the rows beyond the first are new ones, with what is to be predicted."""
-    sizes = run.variances(LEVEL)
     hits = {
         f"variance: {one['variance']}": float(one["lower"] <= variances[one["variance"]] <= one["upper"])
-        for one in sizes.to_dicts()
+        for one in run.variances(LEVEL).to_dicts()
+        if one["variance"] in variances
     }
-    table = run.effects(LEVEL)
+    table = run.effects(LEVEL).filter(~pl.col("coefficient").str.starts_with("log "))
     hits["effects"] = _inside(table["lower"], truth.flatten(), table["upper"])
+    if ys is None:
+        return hits
     known, shares = run.intervals(LEVEL), []
     for name, x, y in zip(run.fed.names, xs, ys, strict=True):
         ends = known.rows(name, torch.from_numpy(x[rows:])).numpy()
@@ -142,6 +236,12 @@ WORLDS = {
     "gaussian": gaussian,
     "nested": nested,
     "logistic": logistic,
+    "full covariance": full,
+    "cluster variances": cluster_variances,
+    "cluster noises": cluster_noises,
+    "client noises": client_noises,
+    "negative binomial": negative_binomial,
+    "ordinal": ordinal,
     "crossed": crossed,
     "crossed logistic": crossed_logistic,
 }

@@ -347,6 +347,23 @@ class Algorithm:
         """
         return self.traffic(model.d)
 
+    def plain(self, fed: Federation) -> Algorithm:
+        """Return the method with the settings that change nothing on this federation as they are by default.
+
+        Two settings that are the same then train the same models, and a search trains one of them.
+
+        Parameters
+        ----------
+        fed
+            The federation.
+
+        Returns
+        -------
+        Algorithm
+            By default the method itself.
+        """
+        return self
+
     def for_model(self, model: Model) -> Algorithm:
         """Return the method as it trains a model: with all rows in every gradient where the model needs them.
 

@@ -25,7 +25,7 @@ from coterie.engine.state import State
 from coterie.theory.cluster_penalty import Penalty
 from coterie.theory.hierarchical import centres, certainty, lift, pseudo_solve, pulled_share, settle, times
 from coterie.theory.mixed_likelihood import maximum_likelihood
-from coterie.theory.robust import STRANGE, looks_heavy, without_strangers
+from coterie.theory.robust import STRANGE, looks_heavy, on_another_scale, without_strangers
 from coterie.theory.variance_components import EFFECTS, Components, Sums, moments
 
 CHOICES = ("auto", "ml", "reml", "moments", "validation", "given")
@@ -92,7 +92,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
     )
     tails: str = setting(
         "auto",
-        "of least squares: normal, t, or t where a client is too far off",
+        "of least squares: normal, t, or t where a client is too far off; auto leaves out clients in other units",
         options=("auto", "normal", "t"),
     )
     solver: str = setting(
@@ -165,6 +165,14 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
             return s
         sums, closed = self.sums(fed, replies), fed.model.has_statistics
         found = Components(s.noise, s.within.double(), s.between.double())
+        if t == 1 and not closed and self.tails == "auto":
+            odd = on_another_scale(sums.xx.diagonal(dim1=-2, dim2=-1), replies.weights.double())
+            if bool(odd.any()):
+                s = s.replace(
+                    trust=torch.ones_like(fed.sizes).index_copy(0, replies.ids, (~odd).to(fed.dtype))
+                )
+        if "trust" in s and not closed:
+            sums = sums.kept(s.trust[replies.ids] > 0)
         if t == 1 or not s.within.any() or (t <= ESTIMATED_ROUNDS and not closed):
             near = found if s.within.any() else None
             groups = s.groups if t > CHOSEN_ROUNDS and near else effect_groups(self, fed, sums, near)
@@ -187,6 +195,7 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         middle, within = middle.to(fed.dtype), found.within.to(fed.dtype)
         if not closed:
             middle = s.centres + shortened(middle - s.centres, LONGEST_STEP)
+            common = s.x + shortened(common.to(fed.dtype) - s.x, LONGEST_STEP)
         self.pass_on(fed, down=middle, up=torch.cat([a.flatten(1), b], 1))
         clusters = self.clusters(fed)
         each = {"centre": middle[clusters], "spread": within[clusters].flatten(1)}
@@ -395,6 +404,14 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         more = {"contribute": (3 * d + 1, (d + 2) * (d + 3) // 2), "follow": (3 * d + 1, 0)}
         return {"begin": (d, 0), "train": (d, d), **newton, **more, **self.finding_traffic(d)}
 
+    def plain(self, fed: Federation) -> Hierarchical:
+        """Return the method without settings of the other solver, and without penalties where data choose them."""
+        crossed = layout(fed) is not None
+        unused = ["lr", "steps"] if crossed or self.newton(fed) else []
+        unused += ["gamma", "lambda_"] if crossed or self.choice(fed) != "given" else []
+        usual = Hierarchical()
+        return self.replace(**{name: getattr(usual, name) for name in unused})
+
     def newton(self, fed: Federation) -> bool:
         """Return True if clients send second derivatives."""
         able = fed.model.has_hessian
@@ -403,10 +420,14 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         return self.solver == "newton" or (self.solver == "auto" and able and fed.d <= LARGEST)
 
     def choice(self, fed: Federation) -> str:
-        """Return how gamma and lambda are chosen on this federation."""
-        if self.choose != "auto":
-            return self.choose
-        return "ml" if self.newton(fed) else "given"
+        """Return how gamma and lambda are chosen on this federation.
+
+        Plain likelihood fits the centre to a client whose rows say far more than those of the others (features in other
+        units), and then finds no differences; the restricted one integrates over the centre.
+        """
+        if self.choose != "auto" or not self.newton(fed):
+            return "given" if self.choose == "auto" else self.choose
+        return "ml" if fed.model.has_statistics or self.grouping == "mixture" else "reml"
 
     def clusters(self, fed: Federation) -> Tensor:
         """Return the cluster of every client, [n]."""

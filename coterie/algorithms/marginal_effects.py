@@ -68,7 +68,8 @@ class MarginalEffects:
         replies = fed.map(self.contribute, each=self.sent(s, clusters), groups=s.groups, link=self.link)
         if not len(replies):
             return s
-        found, mine = unpacked(replies, structure), clusters[replies.ids]
+        answers, mine = unpacked(replies, structure), clusters[replies.ids]
+        found = weighted(answers, s, replies)
         largest = torch.maximum(s.largest, here.psi.abs().amax(0))
         step = newton_step(here, found, mine, structure, largest, restricted=restricted)
         whole = len(replies) == fed.n
@@ -81,7 +82,7 @@ class MarginalEffects:
             base_centres=here.centres,
             base_psi=here.psi,
             height=step.value if whole else s.height,
-            shrinkage=of_all(fed, replies, _shares(structure, here.psi, found.hessian, mine)),
+            shrinkage=of_all(fed, replies, _shares(structure, here.psi, answers.hessian, mine)),
             certainty=step.certainty.to(fed.dtype),
             information=step.information,
             done=settled,
@@ -229,3 +230,11 @@ def unpacked(replies: Replies, structure: Structure) -> Marginal:
     hessian[:, lower[0], lower[1]] = values[:, 1 + size :]
     hessian[:, lower[1], lower[0]] = values[:, 1 + size :]
     return Marginal(values[:, :1], values[:, 1 : 1 + size], hessian)
+
+
+def weighted(found: Marginal, s: State, replies: Replies) -> Marginal:
+    """Return what clients answered times their weights, which are zero for those in other units."""
+    if "trust" not in s:
+        return found
+    trust = s.trust[replies.ids].to(found.value)
+    return Marginal(trust * found.value, trust * found.gradient, trust.unsqueeze(-1) * found.hessian)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from coterie.algorithms.marginal_effects import WORSE, between_sums, unpacked
+from coterie.algorithms.marginal_effects import WORSE, between_sums, unpacked, weighted
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.theory.marginal_newton import ModelPoint, newton_step
@@ -38,7 +38,7 @@ def marginal_variances(
         return found
     clusters, d = method.clusters(fed), structure.d
     replies = fed.map(method.contribute, each=method.sent(s, clusters), groups=s.groups, link=method.link)
-    sums = between_sums(_point(s), unpacked(replies, structure), clusters[replies.ids])
+    sums = between_sums(_point(s), weighted(unpacked(replies, structure), s, replies), clusters[replies.ids])
     near = Components(1.0, s.between.double().expand(1, d), torch.zeros(d, dtype=torch.float64))
     restricted = method.choice(fed) == "reml"
     model, point, best = least_squares_doubt(sums, s.groups.long(), near, noise=1.0, restricted=restricted)
@@ -74,7 +74,7 @@ def _highest(method: Hierarchical, fed: Federation, s: State, null: State) -> fl
         here = null.replace(centres=point.centres.to(fed.dtype), psi=point.psi)
         sent = method.sent(here, clusters)
         replies = fed.map(method.contribute, each=sent, groups=s.groups, link=method.link)
-        found, mine = unpacked(replies, structure), clusters[replies.ids]
+        found, mine = weighted(unpacked(replies, structure), s, replies), clusters[replies.ids]
         largest = torch.maximum(s.largest, point.psi.abs().amax(0))
         step = newton_step(point, found, mine, structure, largest)
         if step.value < highest - WORSE:

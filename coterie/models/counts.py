@@ -179,8 +179,8 @@ class NegativeBinomial(ExtendedGlm):
         return True
 
     @property
-    def extras(self) -> int:
-        return 1
+    def extra_names(self) -> tuple[str, ...]:
+        return ("log dispersion",)
 
     def fit_to(self, x: Tensor, y: Tensor) -> Self:
         _check_counts(y)

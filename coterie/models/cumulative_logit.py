@@ -44,8 +44,8 @@ class Ordinal(ExtendedGlm):
         return self.classes
 
     @property
-    def extras(self) -> int:
-        return self.outputs - 2
+    def extra_names(self) -> tuple[str, ...]:
+        return tuple(f"log gap {k}" for k in range(1, self.outputs - 1))
 
     @property
     def task(self) -> str:

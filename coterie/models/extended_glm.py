@@ -27,9 +27,14 @@ class ExtendedGlm(Glm):
     closed_form: ClassVar[bool] = False
 
     @property
-    def extras(self) -> int:
-        """Number of parameters beside the weights and the intercept."""
+    def extra_names(self) -> tuple[str, ...]:
+        """Names of the parameters beside the weights and the intercept."""
         raise NotImplementedError
+
+    @property
+    def extras(self) -> int:
+        """Number of these parameters."""
+        return len(self.extra_names)
 
     def row_loss(self, z: Tensor, extras: Tensor, y: Tensor) -> Tensor:
         """Return the losses [..., B] of predictors z [..., B], with the extras of each row [..., E, B]."""

@@ -65,7 +65,7 @@ class Tuned:
     def check(self, fed: Federation) -> None:
         """Start once, so that a method that cannot run here says so before the others have trained."""
         self.method = suited(self.method, fed)
-        self.settings = [suited(candidate, fed) for candidate in self.settings]
+        self.settings = [*dict.fromkeys(suited(one, fed).plain(fed) for one in self.settings)]
         trial = trained_by(self.settings, fed, 1).fresh()
         trial.enter_round(0, None)
         self.method.start(trial)

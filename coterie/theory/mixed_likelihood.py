@@ -128,6 +128,7 @@ class Likelihood:
             noise = torch.full_like(noise, self.noise)
         sigma = noise[0] if self.noise_groups is None else noise[self.noise_groups].unsqueeze(-1)
         varies, place = self.groups >= 0, self.groups.clamp(min=0)
+        above = above if k > 1 else torch.full_like(above, -torch.inf)  # one cluster is the common centre
 
         def variances(logs: Tensor) -> Tensor:
             return torch.where(varies, (logs.exp() * self.scale[1:])[..., place], 0.0)

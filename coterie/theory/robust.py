@@ -18,6 +18,7 @@ from coterie.theory.variance_components import Components, Sums
 
 MOST_STEPS = 30
 SUSPICIOUS = 1e-4  # chance, over all clients, of distances at which the tails are looked at
+GIANT = 2000.0  # times the information per row of the median client: features are 45 times as large
 STRANGE = 0.05  # weight below which a client is a stranger rather than in the tails
 _DEGREES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 50.0, 200.0)
 
@@ -128,6 +129,40 @@ def looks_heavy(sums: Sums, found: Components) -> bool:
     (apart,) = sums.trusted(apart)
     chance = chi2.sf(apart.numpy(), rows.numpy())
     return bool(chance.min() * len(rows) < SUSPICIOUS)  # clients without rows have distance 0
+
+
+def on_another_scale(information: Tensor, rows: Tensor) -> Tensor:
+    """Return which clients have rows that say far more than those of the others, as features in other units do.
+
+    Such a client would decide the centre of a model of classes or counts alone, wherever its coefficients are
+    (leverage: Cantoni and Ronchetti 2001 bound it likewise). None is where there are fewer than four clients, or where
+    more than a quarter are.
+
+    Parameters
+    ----------
+    information
+        Diagonals of the second derivatives of the clients' losses at one point, [n, d].
+    rows
+        Their numbers of rows, [n, 1].
+
+    Returns
+    -------
+    Tensor
+        bool [n, 1].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.robust import on_another_scale
+    >>> squares = torch.tensor([[10.0, 5.0], [12.0, 5.0], [1e7, 5.0], [8.0, 5.0]])
+    >>> on_another_scale(squares, torch.full((4, 1), 20.0)).flatten().tolist()
+    [False, False, True, False]
+    """
+    each = torch.where(information > 0, information / rows.clamp(min=1), torch.nan)
+    usual = each.nanmedian(0).values.nan_to_num(nan=torch.inf)
+    odd = (each > GIANT * usual).any(-1, keepdim=True)
+    few = 0 < int(odd.sum()) <= len(odd) // 4
+    return odd if few else torch.zeros_like(odd)
 
 
 def heavy_tails(sums: Sums, groups: Tensor, start: Components, *, restricted: bool = False) -> Robust:

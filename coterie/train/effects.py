@@ -12,6 +12,7 @@ from coterie.algorithms.crossed_cells import layout
 from coterie.algorithms.hierarchical import Hierarchical
 from coterie.engine.federation import Federation
 from coterie.engine.resplit import merged
+from coterie.models.extended_glm import ExtendedGlm
 
 if TYPE_CHECKING:
     import polars
@@ -124,10 +125,10 @@ def coefficient_names(run: Run) -> list[str]:
         named = (named if basis is None else basis.names(named))[:columns]
     if getattr(model, "intercept", False):
         named = [*named[: columns - 1], "(intercept)"]
-    outputs = fed.d // columns if fed.d % columns == 0 else 1
-    if outputs > 1:
-        return [f"class {k}: {name}" for k in range(outputs) for name in named]
-    return [*named, *(f"extra {k}" for k in range(fed.d - len(named)))]
+    if isinstance(model, ExtendedGlm):
+        return [*named, *model.extra_names]
+    outputs = fed.d // columns
+    return [f"class {k}: {name}" for k in range(outputs) for name in named] if outputs > 1 else named
 
 
 def trained_clients(run: Run) -> tuple[Hierarchical, Federation]:

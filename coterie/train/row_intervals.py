@@ -63,7 +63,7 @@ class RowIntervals:
     def of(cls, run: Run, level: float = 0.9) -> RowIntervals:
         """Return the intervals of a run; raise `SettingError` where the model has none."""
         (method, fed), model = trained_clients(run), run.fed.model
-        if not isinstance(model, Glm) or model.outputs != 1 or model.d != model.columns:
+        if not isinstance(model, Glm) or model.outputs != 1:
             raise SettingError(
                 "intervals of a hierarchical model are for one score per row: numbers, two classes or counts; "
                 "run.conformal(level) has prediction sets for every model"
@@ -100,6 +100,7 @@ class RowIntervals:
         if not place:
             raise SettingError(f"client {client!r} did not answer, so nothing is known of it")
         rows = fed.model.prepare(x.to(fed.dtype)).double()
+        rows = torch.nn.functional.pad(rows, (0, fed.d - rows.shape[-1]))  # a dispersion is in no score
         if isinstance(self.posterior, Effects):
             error = self.posterior.row_error(place[0], rows)
         else:

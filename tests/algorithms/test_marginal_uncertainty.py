@@ -32,7 +32,7 @@ def world(seed=0, clusters=10, clients=4, rows=12, between=1.0):
 
 def trained(xs, ys, clusters=None, **settings):
     fed = Federation.from_arrays(xs, ys, models.logistic(intercept=True), clusters=clusters)
-    run = fit(fed, make("hierarchical", **settings), rounds=40, evaluate_every=0)
+    run = fit(fed, make("hierarchical", choose="ml", **settings), rounds=40, evaluate_every=0)
     assert run.state.done
     return run
 

@@ -56,9 +56,8 @@ def brute(xs, ys, w, s):
 
 def test_a_random_intercept_is_that_of_brute_force_integration():
     xs, ys = world("logistic", 1)
-    run = fit(
-        federation("logistic", xs, ys), make("hierarchical", grouping="one", effects="intercept"), rounds=30
-    )
+    method = make("hierarchical", grouping="one", effects="intercept", choose="ml")
+    run = fit(federation("logistic", xs, ys), method, rounds=30)
     assert run.state.done
     best = minimize(lambda v: -brute(xs, ys, v[:2], v[2]), [0.0, 0.0, 0.5], options={"gtol": 1e-8})
     error = np.sqrt(np.diag(best.hess_inv))
@@ -157,7 +156,7 @@ def test_one_by_one_and_in_stacks(kind):
     xs[0], ys[0] = xs[0][:3], ys[0][:3]
     method = make("hierarchical", grouping="one", effects="intercept")
     one, other = (fit(federation(kind, xs, ys, loop=loop), method, rounds=5) for loop in (False, True))
-    assert (one.personal - other.personal).abs().max() < 1e-8
+    assert (one.personal - other.personal).abs().max() < 1e-6  # to which modes are searched
     if kind == "ordinal":
         assert (one.personal[:, 2:] - one.personal[:1, 2:]).abs().max() < 1e-12
 
@@ -171,7 +170,7 @@ def test_clusters_above_clients():
     xs = [rng.normal(size=(5, 1)) for _ in label]
     ys = [(rng.uniform(size=5) < expit(x[:, 0] + a)).astype(int) for x, a in zip(xs, level, strict=True)]
     fed = federation("logistic", xs, ys, clusters=label.tolist())
-    run = fit(fed, make("hierarchical", effects="intercept"), rounds=40)
+    run = fit(fed, make("hierarchical", effects="intercept", choose="ml"), rounds=40)
     assert run.state.done
     nodes, weights = np.polynomial.hermite_e.hermegauss(15)
     weights, x, sign = weights / weights.sum(), np.stack(xs)[..., 0], 2 * np.stack(ys) - 1
@@ -359,3 +358,59 @@ def test_a_client_in_other_units_ends_no_fit_of_classes_in_clusters() -> None:
     xs, ys = poisoned_units.world(0, classes=True, clustered=True)
     xs[-1] = 1000 * xs[-1]
     assert poisoned_units.error(xs, ys, classes=True, clustered=True) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clustered", "seed"), [(False, 3), (False, 511), (True, 5), (True, 507)])
+def test_other_units_of_features_move_nobody_in_models_of_classes(clustered, seed):
+    """Worlds in which the odd client, which says the most about the centre, cost the others 14 to 56 %."""
+    from benchmarks import poisoned_units
+
+    xs, ys = poisoned_units.world(seed, classes=True, clustered=clustered)
+    clean = poisoned_units.error(xs, ys, classes=True, clustered=clustered)
+    xs[-1] = 1000 * xs[-1]
+    assert poisoned_units.error(xs, ys, classes=True, clustered=clustered) < 1.05 * clean
+
+
+def test_one_cluster_has_no_variance_of_clusters():
+    """Sums of counts can curve downwards, where a variance of one centre made the likelihood grow: no fit settled."""
+    xs, ys = world("negative_binomial", 3, clients=60, rows=8)
+    method = make("hierarchical", grouping="one", effects="intercept")
+    run = fit(federation("negative_binomial", xs, ys), method, rounds=20, evaluate_every=0)
+    assert run.state.done and not run.state.between.any()
+    assert torch.equal(run.state.x, run.state.centres[0])
+    best = fit(federation("negative_binomial", xs, ys), method.replace(choose="ml"), rounds=20)
+    height = _counts_likelihood(xs, ys, best.state.x.numpy(), float(best.state.psi))
+    assert abs(height - best.state.height) < 1e-3
+    moves = [0.05 * step for step in (*np.eye(4), *-np.eye(4))]
+    point = np.array([*best.state.x.tolist(), float(best.state.psi)])
+    assert all(_counts_likelihood(xs, ys, *np.split(point + move, [3])) < height for move in moves)
+
+
+def _counts_likelihood(xs, ys, w, s):
+    """Log likelihood of negative binomial counts with a random intercept, on a fixed grid."""
+    from scipy.stats import nbinom
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(90)
+    size, total = np.exp(-w[2]), 0.0
+    for x, y in zip(xs, ys, strict=True):
+        mean = np.exp(x @ w[:1] + w[1] + float(np.squeeze(s)) * nodes[:, None])
+        total += logsumexp(nbinom.logpmf(y, size, size / (size + mean)).sum(1), b=weights / weights.sum())
+    return total
+
+
+@pytest.mark.parametrize(("kind", "extras"), [("negative_binomial", 1), ("ordinal", 2)])
+def test_extras_have_names_and_are_in_no_score(kind, extras):
+    xs, ys = world(kind, 3)
+    fed = federation(kind, xs, ys)
+    run = fit(fed, make("hierarchical", grouping="one", effects="intercept"), rounds=20, evaluate_every=0)
+    names = run.effects()["coefficient"].unique(maintain_order=True).to_list()
+    assert names[:2] == ["x0", "(intercept)"] and len(names) == 2 + extras
+    assert all(name.startswith("log ") for name in names[2:])
+    if kind == "ordinal":
+        with pytest.raises(SettingError, match="conformal"):
+            run.intervals()
+        return
+    ends = run.intervals(0.9).rows("0", torch.from_numpy(xs[0]))
+    mean = np.exp(np.c_[xs[0], np.ones(6)] @ run.personal[0].numpy()[:2])
+    assert (ends[:, 0].numpy() < mean).all() and (mean < ends[:, 1].numpy()).all()

@@ -164,6 +164,23 @@ def test_the_chosen_settings_win_every_heat():
     assert Tuned(make("ditto"), 9).cost(18) == 9 * 2 + 3 * 4 + 1 * 12
 
 
+def test_settings_that_change_nothing_are_trained_once():
+    """Penalties are estimated and steps are Newton's: of 16 settings of hierarchical one is left, unless asked for."""
+    fed = federation((10, 20, 30), split=(0.6, 0.2, 0.2))
+    for settings, names in (
+        ({}, set()),
+        ({"choose": "given"}, {"gamma", "lambda_"}),
+        ({"solver": "gradient"}, {"lr"}),
+    ):
+        entrant = Tuned(make("hierarchical", **settings), 16, settings)
+        entrant.check(fed)
+        tried = {
+            name: {getattr(one, name) for one in entrant.settings} for name in ("gamma", "lambda_", "lr")
+        }
+        assert all(len(tried[name]) > 1 for name in names)
+        assert names or len(entrant.settings) == 1
+
+
 def test_candidates_are_distinct_declared_and_no_more_than_the_budget():
     for name, budget, expected in (
         ("fedavg", 8, 8),
