@@ -98,7 +98,7 @@ def fit(judged: list[Judged]) -> dict[str, Any]:
 def _parts(one: Judged) -> tuple[np.ndarray, np.ndarray]:
     """Features [n, methods, 5] and log errors [n, methods] of the predicted risks."""
     predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1)
-    features, resolution = calibration.features(one.findings, predicted)
+    features, resolution = calibration.features(one.findings.prospects, predicted)
     error = torch.log((one.risks + resolution) / (predicted + resolution))
     return np.asarray(features), np.asarray(error)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from coterie.select.prospects import Prospects
     from coterie.select.survey import Findings
 
 # quantiles of log(true / predicted error): intercept, and slopes of `features`
@@ -39,7 +40,7 @@ FURTHEST = 2.0  # log ratio of errors that counts
 MOST = 6.0  # standard errors of evidence that count
 WIDEST_SHIFT = 3.0
 KINDS = {"local": 1, "ridge-local": 1, "fedavg": 0, "ftfa": 0, "rtfa": 0}  # index of the centre in `Findings`
-DRAWS = 200  # of clients, for the penalty
+DRAWS = 200  # of mean errors, for the penalty
 
 
 def evidence(found: Findings) -> float:
@@ -92,15 +93,15 @@ def client_probability(predicted: Tensor, allowed: Tensor, family: float) -> flo
     return 1 / (1 + math.exp(-(constant + score)))
 
 
-def features(found: Findings, predicted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the width of intervals depends on [n, methods, 5], and the resolution of the errors [n, methods].
+def features(own: Prospects, predicted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the width of intervals depends on [..., methods, 5], and the resolution of errors [..., methods].
 
     Parameters
     ----------
-    found
-        What the survey found.
+    own
+        What is predicted for some clients.
     predicted
-        Predicted errors beyond the noise, [n, methods].
+        Predicted errors beyond the noise, [..., methods].
 
     Returns
     -------
@@ -108,69 +109,69 @@ def features(found: Findings, predicted: Tensor) -> tuple[Tensor, Tensor]:
         Logarithms of the survey's own relative deviation, the clients, the error in units of the noise, and features
         per row; and the covariate shift. The resolution is the noise times features per row of all clients.
     """
-    noise = found.noise[:, list(KINDS.values())]
-    columns = found.columns
-    resolution = noise * (columns / float(found.rows.sum()))
+    noise = own.noise[..., list(KINDS.values())]
+    resolution = noise * (own.columns / own.total)
     scale = predicted + resolution
-    own = torch.stack([spread for spread in deviations(found).values()], 1)
-    n = len(found.rows)
     parts = [
-        torch.log(own / scale + 0.03),
-        torch.full_like(scale, math.log(n)),
+        torch.log(torch.stack(list(deviations(own).values()), -1) / scale + 0.03),
+        torch.full_like(scale, math.log(own.clients)),
         torch.log(scale / noise.clamp_min(1e-300)),
-        torch.full_like(scale, min(found.shift, WIDEST_SHIFT)),
-        torch.log(columns / found.rows).unsqueeze(1).expand_as(scale),
+        torch.full_like(scale, min(own.shift, WIDEST_SHIFT)),
+        torch.log(own.columns / own.rows).unsqueeze(-1).expand_as(scale),
     ]
     return torch.stack(parts, -1), resolution
 
 
-def deviations(found: Findings) -> dict[str, Tensor]:
-    """Return the survey's own standard deviation of each predicted error [n], by method."""
-    best = {kind: found.curve[:, kind].argmin(-1, keepdim=True) for kind in (0, 1)}
+def deviations(own: Prospects) -> dict[str, Tensor]:
+    """Return the survey's own standard deviation of each predicted error [...], by method."""
+    best = own.curve.argmin(-1, keepdim=True)
+    lowest = own.error.gather(-1, best).squeeze(-1)
     return {
-        "local": found.error[:, 1, 0],
-        "ridge-local": found.error[:, 1].gather(1, best[1]).squeeze(1),
-        "fedavg": found.error[:, 0, -1],
-        "ftfa": found.error[:, 0, 0],
-        "rtfa": found.error[:, 0].gather(1, best[0]).squeeze(1),
+        "local": own.error[..., 1, 0],
+        "ridge-local": lowest[..., 1],
+        "fedavg": own.error[..., 0, -1],
+        "ftfa": own.error[..., 0, 0],
+        "rtfa": lowest[..., 0],
     }
 
 
-def intervals(found: Findings, predicted: Tensor) -> dict[str, Tensor]:
-    """Return the 90 % interval of every client's error [n, 2], by method.
+def intervals(own: Prospects, predicted: Tensor) -> dict[str, Tensor]:
+    """Return the 90 % interval of every client's error [..., 2], by method.
 
     Parameters
     ----------
-    found
-        What the survey found.
+    own
+        What is predicted for some clients.
     predicted
-        Predicted errors beyond the noise, [n, methods].
+        Predicted errors beyond the noise, [..., methods].
 
     Returns
     -------
     dict of Tensor
     """
-    given, resolution = features(found, predicted)
+    given, resolution = features(own, predicted)
     ends = {}
     for k, (name, bounds) in enumerate(BOUNDS.items()):
-        scale, sides = predicted[:, k] + resolution[:, k], []
+        scale, sides = predicted[..., k] + resolution[..., k], []
         for (constant, *slopes), sign in zip(bounds, (-1, 1), strict=True):
-            width = constant + given[:, k] @ torch.tensor(slopes, dtype=given.dtype)
+            width = constant + given[..., k, :] @ torch.tensor(slopes, dtype=given.dtype)
             width = (sign * width).clamp_min(0.02) * sign  # never empty
-            sides.append((scale * torch.exp(width) - resolution[:, k]).clamp_min(0.0))
-        ends[name] = torch.stack(sides, 1)
+            sides.append((scale * torch.exp(width) - resolution[..., k]).clamp_min(0.0))
+        ends[name] = torch.stack(sides, -1)
     return ends
 
 
-def penalty_interval(found: Findings, share: bool, seed: int = 0) -> tuple[float, float]:
-    """Return a 90 % interval of the penalty that is best for all clients, by drawing clients with replacement.
+def penalty_interval(lam: Tensor, curve: Tensor, covariance: Tensor, seed: int = 0) -> tuple[float, float]:
+    """Return a 90 % interval of the penalty that is best for all clients, from draws of their mean error.
 
     Parameters
     ----------
-    found
-        What the survey found.
-    share
-        Whether the penalty is around the shared model, or around zero.
+    lam
+        Penalties, [L].
+    curve
+        Mean error by penalty, [L]; its logarithm is drawn, because errors are positive and few clients may make most.
+    covariance
+        Covariance of the mean error between penalties, [L, L].
     seed
         Seed of the draws.
 
@@ -178,11 +179,19 @@ def penalty_interval(found: Findings, share: bool, seed: int = 0) -> tuple[float
     -------
     tuple of float
         Lower and upper end; they may be 0 and infinite.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.select.calibration import penalty_interval
+    >>> penalty_interval(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([3.0, 1.0, 2.0]), torch.zeros(3, 3))
+    (1.0, 1.0)
     """
-    curve = found.curve[:, 0 if share else 1]
+    values, vectors = torch.linalg.eigh(covariance / (curve[:, None] * curve))
     draw = torch.Generator().manual_seed(seed)
-    taken = torch.randint(len(curve), (DRAWS, len(curve)), generator=draw)
-    best = found.lam[curve[taken].mean(1).argmin(-1)].sort().values
+    drawn = torch.randn(DRAWS, len(lam), generator=draw, dtype=curve.dtype)
+    curves = curve.log() + drawn @ (vectors * values.clamp_min(0.0).sqrt()).mT
+    best = lam[curves.argmin(-1)].sort().values
     return float(best[round(0.05 * DRAWS)]), float(best[round(0.95 * DRAWS) - 1])
 
 
@@ -203,7 +212,7 @@ def flat_range(found: Findings, share: bool, tolerance: float = 0.01) -> tuple[f
     tuple of float
         Smallest and largest of them; they may be 0 and infinite.
     """
-    curve = found.curve[:, 0 if share else 1].mean(0)
+    curve = found.curve[0 if share else 1]
     inside = found.lam[curve <= (1 + tolerance) * curve.min()]
     return float(inside.min()), float(inside.max())
 
