@@ -42,7 +42,7 @@ CLEAR = 1.0  # standard errors from zero beyond which the gain from sharing is c
 SURE = 0.9  # probability that sharing helps, or does not, from which on the advice is given without reserve
 FLAT = 100.0  # ratio of penalties with about the same error that is worth a warning
 SHIFTED = 1.0  # difference between the clients' covariances that is worth a warning
-BLURRED = 0.3  # share of noise for privacy in what is known of clients from which on nothing can be told
+BLURRED = 0.7  # share of noise for privacy in what is known of clients from which on nothing can be told
 MATTERS = 0.05  # differences below this share of the error do not matter
 FEWEST_CLIENTS = 4
 

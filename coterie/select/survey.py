@@ -51,7 +51,7 @@ class Findings:
     shift : float
         How much the covariance of the features differs between clients, beyond chance.
     blur : float
-        Share of noise that was added for privacy in the squared residuals.
+        Share of noise that was added for privacy in what is known of a client's model, mean over directions.
     prospects : Prospects or None
         Predicted errors of every client; None where only sums are known.
     names : list of str
@@ -123,7 +123,7 @@ class Survey(SurveyPhases):
             "a": a,
             "shift": shift,
             "unit": unit,
-            "lam": lam.to(a),
+            "scale": _scale(lam),
             "level": level,
             "first": choice[0],
             "second": choice[1],
@@ -137,12 +137,10 @@ class Survey(SurveyPhases):
             r = fed.map(self.predict, excess=torch.tensor([excess, 0.0]).to(a), **common)
         _same(r, n)
         mean = level * r.mean("means", uniform=True).cpu().double()
-        parts = mean.split([2 * len(lam), len(METHODS), len(METHODS), 1, 1, 2, 2])
-        logs = [torch.exp(part / level) for part in parts[5:]]
+        parts = mean.split([2 * len(lam), len(METHODS), len(METHODS), 2, 2])
+        logs = [torch.exp(part / level) for part in parts[3:]]
         if exact:
-            support = float(parts[3])
-            variance = (level * float(parts[4]) - support**2) * n / (n - 1)
-            doubt = math.sqrt(max(variance, 0.0) / n)
+            support, doubt = self._gain(fed, level, a)
         else:
             support = (agreement - gap / 4) / total
             doubt = gap / total / (4 if support > 0 else 8)
@@ -166,7 +164,7 @@ class Survey(SurveyPhases):
             doubt,
             exact,
             apart,
-            float(totals[7] / totals[4].clamp_min(1e-300)) if exact else 0.0,
+            float(totals[7]) / n if exact else 0.0,
             prospects,
             [fed.names[int(k)] for k in who],
         )
@@ -187,10 +185,10 @@ class Survey(SurveyPhases):
             sharing=-1.0 if math.isnan(sharing) else sharing,
             far=FAR * float(found.distance[0]),
             level=level,
-            scale=float(found.lam[1] / held_out.LAMBDAS[0]),
+            scale=_scale(found.lam),
             shift=found.shift,
             clients=found.clients,
-            total=float(found.rows.sum()),
+            thousands=float(found.rows.sum()) / 1000,
         )
         _same(r, found.clients)
         mean = r.mean(uniform=True).cpu().double()
@@ -203,14 +201,12 @@ class Survey(SurveyPhases):
     def _leave_out(self, fed: Federation, d: int) -> tuple[Tensor, Tensor, Tensor]:
         """Survey least squares: every client subtracts its own part from the sums of X'X and X'y."""
         r = fed.map(self.moments)
-        rows = r.weights.sum().double()
-        sums = r.mean().double() * rows
-        matrix = unpacked(sums, d)[0]
-        scale = float(matrix.diagonal().sum() / rows) / min(d, float(rows) / len(r))
-        lam = held_out.penalties(scale)
-        seen = fed.map(self.look_without_me, sums=sums, rows=rows, lam=lam.to(matrix))
+        rows, means = float(r.weights.sum()), r.mean().double()
+        matrix = unpacked(means, d)[0]
+        scale = float(matrix.diagonal().sum()) / min(d, rows / len(r))
+        seen = fed.map(self.look_without_me, means=means, thousands=rows / 1000, scale=scale)
         _same(seen, len(r))
-        return seen.mean("facts").double() * rows, lam, r.ids.cpu()
+        return seen.mean("facts").double() * rows, held_out.penalties(scale), r.ids.cpu()
 
     def _compare_halves(self, fed: Federation, d: int) -> tuple[Tensor, Tensor, Tensor]:
         """Survey any other model: each half of the clients trains one, and the other half evaluates it."""
@@ -239,9 +235,9 @@ class Survey(SurveyPhases):
         """Fit the common h(k) around both centres: linear unless a cubic is better by BIC, [2, 4]."""
         a = torch.stack([torch.stack([_start(square / rows)] * len(TERMS)) for square in totals[4:6]])
         floors = 1e-6 * a.sum(-1)
-        scale = _loose(a, totals, rows)
-        for _ in range(2):  # numbers of unknown size: the second pass knows it to 30 bits
-            total, scale = self._scoring(fed, a, unit, scale)
+        bits = _loose(a, totals, rows)
+        total, bits = self._scoring(fed, a, unit, bits)
+        total, bits = self._scoring(fed, a, unit, bits)  # the first pass found the size of the numbers
         for _ in range(SCORING_STEPS):
             sums, old = total.cpu(), a.cpu().double()
             better = [
@@ -250,16 +246,25 @@ class Survey(SurveyPhases):
                 for which, terms in enumerate(TERMS)
             ]
             a = torch.stack(better).view_as(old).to(a)
-            total, scale = self._scoring(fed, a, unit, scale)
+            total, bits = self._scoring(fed, a, unit, bits)
         score = total[..., -1] + torch.tensor(TERMS).to(total) * math.log(rows)
         best = score.argmin(-1)
         return a[torch.arange(2, device=a.device), best]
 
-    def _scoring(self, fed: Federation, a: Tensor, unit: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of a step of Fisher scoring, and scales of this size for the next."""
-        r = fed.map(self.sums, a=a, unit=unit, scale=scale)
-        total = r.sum().to(scale) * scale
-        return total, _power_of_two(torch.maximum(total.abs(), scale * 2.0**-30))
+    def _scoring(self, fed: Federation, a: Tensor, unit: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of a step of Fisher scoring, and bits of this size for the next."""
+        total = fed.map(self.sums, a=a, unit=unit, bits=bits).sum().to(bits)
+        return total * torch.exp2(bits), bits + _bits(total.abs().clamp_min(2.0**-30))
+
+    def _gain(self, fed: Federation, level: float, like: Tensor) -> tuple[float, float]:
+        """Return the mean over clients of what a model of the others takes off the error, and its standard error."""
+        bits = torch.tensor([math.log2(level), 2 * math.log2(level)]).to(like).ceil()
+        for _ in range(2):  # the first pass finds the size of the numbers
+            r = fed.map(self.gains, bits=bits)
+            total = r.sum().to(bits)
+            found, bits = total * torch.exp2(bits) / len(r), bits + _bits(total.abs().clamp_min(2.0**-30))
+        gain, square = found.tolist()
+        return gain, math.sqrt(max(square - gain**2, 0.0) / (len(r) - 1))
 
     def _spreads(self, fed: Federation, a: Tensor, unit: Tensor) -> tuple[Tensor, list[int]]:
         """Estimate how much clients differ in c_i and s2_i: mean logarithms and the likeliest pair of spreads."""
@@ -280,19 +285,24 @@ def _same(r: Replies, n: int) -> None:
 
 
 def _loose(a: Tensor, totals: Tensor, rows: float) -> Tensor:
-    """Return bounds of the sums of Fisher scoring, [2, 2, 12], as powers of two."""
+    """Return bounds of the sums of Fisher scoring, [2, 2, 12], as powers of two: their exponents."""
     low, most = a[..., :1], float(totals[2:4].max().clamp_min(1.0))
     squares = totals[4:6].view(2, 1, 1).clamp_min(1e-300)
     power = most ** torch.arange(2 * held_out.POWERS - 1).to(a)
     weights, cross = rows * power / low.square(), squares * power[: held_out.POWERS] / low.square()
     misfit = rows * (1 + low.log().abs() + held_out.height(a, torch.full_like(low, most)).log().abs())
     bounds = torch.cat([weights, cross.expand(2, len(TERMS), -1), misfit + squares / low], -1)
-    return _power_of_two(bounds)
+    return _bits(bounds)
 
 
-def _power_of_two(value: Tensor) -> Tensor:
-    """Return the next power of two, from 2^-500 to 2^500."""
-    return torch.exp2(value.clamp(2.0**-500, 2.0**500).log2().ceil())
+def _bits(value: Tensor) -> Tensor:
+    """Return the exponent of the next power of two, from -500 to 500."""
+    return value.clamp(2.0**-500, 2.0**500).log2().ceil()
+
+
+def _scale(lam: Tensor) -> float:
+    """Return the scale of penalties."""
+    return float(lam[1] / held_out.LAMBDAS[0])
 
 
 def _start(mean_square: Tensor) -> Tensor:

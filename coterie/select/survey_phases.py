@@ -6,7 +6,6 @@ it where single answers may be read.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ from coterie.engine.client import Client
 from coterie.models.base import Model, dot
 from coterie.models.glm import Glm
 from coterie.models.heads import features, head_of, linearised
-from coterie.select.prospects import Prospects
+from coterie.select.prospects import METHODS, Prospects
 from coterie.theory import held_out, left_out
 from coterie.theory.held_out import Profile
 
@@ -46,12 +45,34 @@ class SurveyPhases(Algorithm):
         "predict": "aggregate",
         "predict_exactly": "aggregate",
         "predict_left_out": "aggregate",
+        "gains": "aggregate",
         "choose": "aggregate",
         "outlook": "aggregate",
     }
     optional: ClassVar[frozenset[str]] = frozenset({"slope", "look", "predict", "outlook"})
-    sentinels: ClassVar[frozenset[float]] = frozenset({math.inf})  # the penalty without end
-    in_units: ClassVar[bool] = True
+
+    def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
+        """Declare the communication of every phase."""
+        d, kinds, fits, powers = require_head(model).d, 2, len(TERMS), held_out.POWERS
+        size, few = len(held_out.LAMBDAS) + 2, len(coarse(held_out.penalties(1.0)))
+        sums, known = d * (d + 1) // 2 + d + 1, kinds * powers + kinds  # a and unit
+        told = known + 2 * kinds + 4  # shift, scale, level and two choices
+        means = kinds * size + 2 * len(METHODS) + 2 * kinds
+        return {
+            "moments": (0, sums),
+            "look_without_me": (sums + 2, 8),
+            "slope": (d, d + 1),
+            "look": (2 * d, 10),
+            "sums": (kinds * fits * (powers + 12) + kinds, kinds * fits * 12),
+            "weigh": (known + 2 * kinds, kinds * len(held_out.SPREADS) ** 2),
+            "lean": (known + 2 * kinds + 2, 2 * kinds),
+            "predict": (told + kinds, means),
+            "predict_exactly": (told, means),
+            "predict_left_out": (told, means),
+            "gains": (2, 2),
+            "choose": (8, 1 + few + few * (few + 1) // 2),
+            "outlook": (0, 2 * kinds * size + 2 * kinds),
+        }
 
     def moments(self, client: Client) -> Tensor:
         """Store X'X, X'y and y'y; return their means over rows, with noise where rows are kept private."""
@@ -65,27 +86,34 @@ class SurveyPhases(Algorithm):
         client.keep.sums, client.keep.blur = sums, blur
         return sums / client.size.to(sums)
 
-    def look_without_me(self, client: Client, sums: Tensor, rows: Tensor, lam: Tensor) -> dict[str, Tensor]:
-        """Store residual profiles at the model of the others and at zero, and error curves over the penalties."""
-        d, size = client.model.d, client.size.to(sums.dtype)
-        matrix, side, _ = unpacked(sums.reshape(-1, sums.shape[-1])[0], d)
-        lam, rows = lam.reshape(-1, lam.shape[-1])[0], rows.reshape(-1)[0]
+    def look_without_me(
+        self, client: Client, means: Tensor, thousands: float, scale: float
+    ) -> dict[str, Tensor]:
+        """Store residual profiles at the model of the others and at zero, and error curves over the penalties.
+
+        `means` are those of `moments` over all rows, of which there are so many `thousands`; penalties are times
+        `scale`.
+        """
+        d, size = client.model.d, client.size.to(means.dtype)
+        rows = torch.full_like(size.view(-1)[0], 1000 * thousands)
+        matrix, side, _ = unpacked(rows * means.reshape(-1, means.shape[-1])[0], d)
+        lam = held_out.penalties(scale).to(means)
         own, own_side, square = unpacked(client.keep.sums, d)
         theirs = left_out.model(matrix, side, own, own_side)
-        parts, noise = [], torch.zeros_like(size)
+        blur = _blurred(client.keep.blur.to(own), own, own_side)
+        parts, lost = [], torch.zeros_like(size)
         for c in (theirs, torch.zeros_like(theirs)):
             slope = own_side - (own @ c.unsqueeze(-1)).squeeze(-1)
             total = square - dot(c, own_side + slope)
-            blur = _blurred(client.keep.blur.to(own), own, c)
             found = held_out.profile_of_sums(own, slope, total, size, blur)
             parts += [found.k, found.square, found.count]
             if c is theirs:
-                pulled = blur / found.k[..., :d].clamp_min(1e-300)
-                noise = torch.where(found.k[..., :d] > 0, pulled, 0.0).sum(-1, keepdim=True)
+                sampling = found.k[..., :d] * total.clamp_min(0.0) / size
+                lost = (blur / (blur + sampling).clamp_min(1e-300)).mean(-1, keepdim=True)
         profiles = torch.stack(parts, -2)
         client.keep.profiles, client.keep.curves = profiles, left_out.curves(matrix, own, size, rows, lam)
         shift = left_out.shift(matrix, own, size)
-        return {"facts": torch.cat([_facts(profiles), shift, noise], -1) / size}
+        return {"facts": torch.cat([_facts(profiles), shift, lost], -1) / size}
 
     def receive(self, client: Client, pretrained: Tensor) -> None:
         """Store the parameters that give the features."""
@@ -129,17 +157,17 @@ class SurveyPhases(Algorithm):
         facts = [_facts(found), none, none, found[..., 7, :1], found[..., 6, :1]]
         return {"facts": torch.cat(facts, -1) / rows}
 
-    def sums(self, client: Client, a: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
+    def sums(self, client: Client, a: Tensor, unit: Tensor, bits: Tensor) -> Tensor:
         """Return the client's part in a step of Fisher scoring for both curves around both centres, [..., 2, 2, 12].
 
-        `scale`, powers of two, keeps numbers in the range of secure sums.
+        Division by 2^bits keeps numbers in the range of secure sums.
         """
         found = [
             held_out.regression_sums(_kept(client, kind, unit), a[..., kind, which, :])
             for kind in (0, 1)
             for which in range(len(TERMS))
         ]
-        sums: Tensor = torch.stack(found, -2).unflatten(-2, (2, len(TERMS))) / scale
+        sums: Tensor = torch.stack(found, -2).unflatten(-2, (2, len(TERMS))) / torch.exp2(bits)
         return sums
 
     def weigh(self, client: Client, a: Tensor, shift: Tensor, unit: Tensor) -> Tensor:
@@ -162,13 +190,14 @@ class SurveyPhases(Algorithm):
         a: Tensor,
         shift: Tensor,
         unit: Tensor,
-        lam: Tensor,
+        scale: float,
         level: float,
         excess: Tensor,
         first: int,
         second: int,
     ) -> dict[str, Tensor]:
         """Store the predicted error of every penalty, its deviation, noise and distances; return what is averaged."""
+        lam = held_out.penalties(scale).to(a)
         found = self._predicted(client, a, shift, unit, lam, excess, first, second)
         return self._summarised(client, found, torch.zeros_like(client.size), lam, level)
 
@@ -207,12 +236,13 @@ class SurveyPhases(Algorithm):
         a: Tensor,
         shift: Tensor,
         unit: Tensor,
-        lam: Tensor,
+        scale: float,
         level: float,
         first: int,
         second: int,
     ) -> dict[str, Tensor]:
         """Do `predict` for models that leave the client out, and add how much they reduce the error."""
+        lam = held_out.penalties(scale).to(a)
         found = self._predicted(client, a, shift, unit, lam, torch.zeros_like(unit), first, second)
         at = found["curve"][..., 1, :].argmin(-1, keepdim=True)
         return self._summarised(client, found, _taken_off(client, unit, lam).gather(-1, at), lam, level)
@@ -223,7 +253,7 @@ class SurveyPhases(Algorithm):
         a: Tensor,
         shift: Tensor,
         unit: Tensor,
-        lam: Tensor,
+        scale: float,
         level: float,
         first: int,
         second: int,
@@ -232,6 +262,7 @@ class SurveyPhases(Algorithm):
 
         The reduction of the error includes the client's own part in the shared model.
         """
+        lam = held_out.penalties(scale).to(a)
         replies: dict[str, list[Tensor]] = {"curve": [], "error": [], "noise": [], "distance": []}
         for kind, choice in ((0, first), (1, second)):
             mean_c, mean_s, spread_c, spread_s, cross = self._own_levels(client, kind, choice, a, shift, unit)
@@ -258,13 +289,17 @@ class SurveyPhases(Algorithm):
         """Store what was predicted, and return what the server averages, in units of `level`."""
         for name, value in found.items():
             setattr(client.keep, name, value)
-        rows, lam = client.size.squeeze(-1), lam.reshape(-1, lam.shape[-1])[0]
-        own = Prospects.of(lam, found, rows)
+        own = Prospects.of(lam, found, client.size.squeeze(-1))
         numbers = [found["curve"].flatten(-2), own.excess(), own.errors()]
         capped = [(value / level).clamp(max=MOST_ERROR) for value in numbers]
-        gain = (gain / level).clamp(-MOST_ERROR, MOST_ERROR)
+        client.keep.gain = gain
         logs = [found[name].clamp_min(1e-12 * level).log() for name in ("noise", "distance")]
-        return {"means": torch.cat([*capped, gain, gain.square(), *logs], -1)}
+        return {"means": torch.cat([*capped, *logs], -1)}
+
+    def gains(self, client: Client, bits: Tensor) -> Tensor:
+        """Return how much a model of the others reduces the error, and its square, divided by 2^bits."""
+        gain = client.keep.gain
+        return torch.cat([gain, gain.square()], -1) / torch.exp2(bits)
 
     def choose(
         self,
@@ -276,10 +311,10 @@ class SurveyPhases(Algorithm):
         scale: float,
         shift: float,
         clients: int,
-        total: float,
+        thousands: float,
     ) -> Tensor:
         """Store what is recommended to all; return whether the client is far, and its errors and their products."""
-        told = torch.tensor([share, sharing, scale, shift, clients, total], dtype=torch.float64)
+        told = torch.tensor([share, sharing, scale, shift, clients, 1000 * thousands], dtype=torch.float64)
         client.keep.told = told.expand(*client.lead, -1)
         curve = client.keep.curve[..., 1 - share, :] / level
         curve = torch.minimum(curve, NEAR * curve.amin(-1, keepdim=True)).clamp(max=MOST_ERROR)
@@ -366,13 +401,18 @@ def unpacked(sums: Tensor, d: int) -> tuple[Tensor, Tensor, Tensor]:
     return matrix, sums[..., -d - 1 : -1], sums[..., -1:]
 
 
-def _blurred(blur: Tensor, matrix: Tensor, c: Tensor) -> Tensor:
-    """Return the variance of noise in the slope at c along the eigenvectors of X'X, [..., d].
+def _blurred(blur: Tensor, matrix: Tensor, side: Tensor) -> Tensor:
+    """Return the variance of noise in X'e along the eigenvectors of X'X, [..., d].
 
-    `blur` [..., 1] is the variance of the noise in a diagonal entry; that of the other entries is half of it.
+    `blur` [..., 1] is the variance of the noise in a diagonal entry, and half of it that of the others. With noise E in
+    X'X and n in X'y, squared residuals e'X (X'X)^-1 X'e at any centre have |n - E w|^2 too much in the metric of
+    (X'X)^-1, to second order, where w is the client's own fit.
     """
-    along = (torch.linalg.eigh(matrix)[1].mT @ c.unsqueeze(-1)).squeeze(-1)
-    found: Tensor = blur / 2 * (1 + c.square().sum(-1, keepdim=True) + along.square())
+    k, basis = torch.linalg.eigh(matrix)
+    alive = k > 1e-10 * k[..., -1:].clamp_min(torch.finfo(k.dtype).tiny)
+    along = (basis.mT @ side.unsqueeze(-1)).squeeze(-1)
+    own = torch.where(alive, along / torch.where(alive, k, 1.0), 0.0)
+    found: Tensor = blur / 2 * (1 + own.square().sum(-1, keepdim=True) + own.square())
     return found
 
 
