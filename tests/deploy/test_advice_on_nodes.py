@@ -12,7 +12,8 @@ from scipy import stats
 
 from coterie._core.errors import RunError, SettingError
 from coterie.data.federated import Roles
-from coterie.deploy import advice_job, wire
+from coterie.deploy import advice_job, demo, wire
+from coterie.deploy import policy as policies
 from coterie.deploy.audit import AuditLog, verify
 from coterie.deploy.federation_plan import RunRequest, connect, survey
 from coterie.deploy.node_service import NodeService
@@ -119,7 +120,7 @@ def test_each_node_writes_the_advice_of_its_clients_and_only_it_has_it(tmp_path)
     found = post.advice(secure=True)
     assert found.own is None and found.json()["clients"] == []
     with pytest.raises(SettingError, match="at its node"):
-        found.methods
+        found.clients.json([])
     rows = [
         row
         for place in sorted((tmp_path / "nodes").glob("*/*/advice.json"))
@@ -249,3 +250,28 @@ class TestBudget:
     def test_classes_are_refused(self, tmp_path):
         with pytest.raises(SettingError, match="linear regression"):
             Post(tmp_path, table("classes")).advice(privacy=Privacy(4.0, 1e-5, "row"))
+
+
+@pytest.mark.slow
+def test_on_real_nodes(tmp_path, command):
+    """Server and four nodes, each a process with its own rows, TLS and keys: the advice of one machine."""
+    frame = table(rows=100)
+    four = [f"c{k:02d}" for k in range(4)]
+    alone = here(frame.filter(polars.col("who").is_in(four)), tmp_path)
+
+    def prepare(place, name):
+        own = frame.filter(polars.col("who") == name)
+        own.drop("who").write_csv(place / "own.csv")
+        Policy.strict(own, ROLES).write(place / policies.FILE)
+        return ["--data", place / "own.csv"]
+
+    with demo._running(tmp_path / "fed", "fed", four, ROLES, "table", prepare, lambda text: None) as opened:
+        done = command("federate", "advise", opened.path, "--secure", "--json", tmp_path / "advice.json")
+        assert done.code == 0, done.out
+        said = json.loads((tmp_path / "advice.json").read_text())
+        own = [json.loads(place.read_text()) for place in opened.path.glob("nodes/*/state/*/advice.json")]
+    assert said["method"] == alone.method and said["lam"] == pytest.approx(alone.lam, rel=1e-6)
+    assert said["risk"] == pytest.approx(alone.risk, rel=1e-6)
+    assert said["clients"] == [] and "under masks" in done.out
+    methods = {row["client"]: row["method"] for one in own for row in one["clients"]}
+    assert methods == dict(zip(alone.names, alone.methods, strict=True))
