@@ -20,7 +20,7 @@ from coterie.models.glm import Glm
 from coterie.select.advice import Advice
 from coterie.select.advise import from_survey, require_protectable
 from coterie.select.prospects import Prospects
-from coterie.select.survey_phases import require_head
+from coterie.select.survey_rows import require_head
 from coterie.theory import held_out
 
 FILE = "advice.json"

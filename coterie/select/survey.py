@@ -16,7 +16,8 @@ from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.models.linear import Linear
 from coterie.select.prospects import METHODS, Prospects
-from coterie.select.survey_phases import TERMS, SurveyPhases, coarse, require_head, unpacked
+from coterie.select.survey_phases import TERMS, SurveyPhases, coarse
+from coterie.select.survey_rows import require_head, unpacked
 from coterie.theory import held_out
 
 SCORING_STEPS = 15  # of Fisher scoring for the common variance curve

@@ -12,13 +12,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie._core.errors import SettingError
 from coterie.algorithms.base import Algorithm, Reveals
 from coterie.engine.client import Client
 from coterie.models.base import Model, dot
-from coterie.models.glm import Glm
-from coterie.models.heads import features, head_of, linearised
+from coterie.models.heads import linearised
 from coterie.select.prospects import METHODS, Prospects
+from coterie.select.survey_rows import (
+    blurred,
+    facts,
+    gram_of,
+    prediction,
+    require_head,
+    row_features,
+    row_profile,
+    unpacked,
+)
 from coterie.theory import held_out, left_out
 from coterie.theory.held_out import Profile
 
@@ -79,7 +87,7 @@ class SurveyPhases(Algorithm):
         if client.private is not None:
             gram, blur = client.private.gram(client)
         else:
-            gram, blur = client.over_rows(_gram, client.initial_model()), torch.zeros_like(client.size)
+            gram, blur = client.over_rows(gram_of, client.initial_model()), torch.zeros_like(client.size)
         d = gram.shape[-1] - 1
         row, column = torch.triu_indices(d, d, device=gram.device)
         sums = torch.cat([gram[..., row, column], gram[..., d, :]], -1)
@@ -100,7 +108,7 @@ class SurveyPhases(Algorithm):
         lam = held_out.penalties(scale).to(means)
         own, own_side, square = unpacked(client.keep.sums, d)
         theirs = left_out.model(matrix, side, own, own_side)
-        blur = _blurred(client.keep.blur.to(own), own, own_side)
+        blur = blurred(client.keep.blur.to(own), own, own_side)
         parts, lost = [], torch.zeros_like(size)
         for c in (theirs, torch.zeros_like(theirs)):
             slope = own_side - (own @ c.unsqueeze(-1)).squeeze(-1)
@@ -113,7 +121,7 @@ class SurveyPhases(Algorithm):
         profiles = torch.stack(parts, -2)
         client.keep.profiles, client.keep.curves = profiles, left_out.curves(matrix, own, size, rows, lam)
         shift = left_out.shift(matrix, own, size)
-        return {"facts": torch.cat([_facts(profiles), shift, lost], -1) / size}
+        return {"facts": torch.cat([facts(profiles), shift, lost], -1) / size}
 
     def receive(self, client: Client, pretrained: Tensor) -> None:
         """Store the parameters that give the features."""
@@ -126,7 +134,7 @@ class SurveyPhases(Algorithm):
             return {"grad": client.full_grad(x), "loss": client.loss(x)}
 
         def both(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            rows = (_features(client, inputs, weight), targets, weight.to(x.dtype))
+            rows = (row_features(client, inputs, weight), targets, weight.to(x.dtype))
             return torch.cat([head.grad(x, *rows), head.loss(x, *rows)], -1)
 
         found = client.over_rows(both, x)
@@ -139,23 +147,23 @@ class SurveyPhases(Algorithm):
 
         def both(at: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             mine, theirs = at.chunk(2, -1)
-            inputs, weight = _features(client, inputs, weight), weight.to(at.dtype)
+            inputs, weight = row_features(client, inputs, weight), weight.to(at.dtype)
             count = (weight > 0).to(weight.dtype).sum(-1, keepdim=True)
             parts = []
             for c in (theirs, torch.zeros_like(theirs)):
                 features, residual = linearised(model, c, inputs, targets, weight)
-                found = _profile(features, residual, count)
+                found = row_profile(features, residual, count)
                 parts += [found.k, found.square, found.count]
             gap, product = (
-                _prediction(model, mine, theirs, inputs, weight, kind) for kind in ("gap", "product")
+                prediction(model, mine, theirs, inputs, weight, kind) for kind in ("gap", "product")
             )
             return torch.stack([*parts, *(value.expand_as(parts[0]) for value in (gap, product))], -2)
 
         found = client.over_rows(both, pairs)
         client.keep.profiles = found[..., :6, :]
         none = torch.zeros_like(rows)
-        facts = [_facts(found), none, none, found[..., 7, :1], found[..., 6, :1]]
-        return {"facts": torch.cat(facts, -1) / rows}
+        parts = [facts(found), none, none, found[..., 7, :1], found[..., 6, :1]]
+        return {"facts": torch.cat(parts, -1) / rows}
 
     def sums(self, client: Client, a: Tensor, unit: Tensor, bits: Tensor) -> Tensor:
         """Return the client's part in a step of Fisher scoring for both curves around both centres, [..., 2, 2, 12].
@@ -345,75 +353,6 @@ class SurveyPhases(Algorithm):
     def _table(self, client: Client, kind: int, a: Tensor, shift: Tensor, unit: Tensor) -> Tensor:
         """Return the log-likelihood of the client's profile on the grid of c and s2."""
         return held_out.likelihoods(_kept(client, kind, unit), a[..., kind, :], shift[..., kind, :])
-
-
-def require_head(model: Model) -> Glm:
-    """Return the linear model that is surveyed: the model itself, or the last layer of a network."""
-    head = head_of(model)
-    if head is None:
-        raise SettingError("the survey needs a linear model, or a network whose last layer is nn.Linear")
-    return head
-
-
-def _features(client: Client, inputs: Tensor, weight: Tensor) -> Tensor:
-    """Return the inputs of the surveyed model in float64."""
-    if require_head(client.model) is client.model:
-        return inputs.double()
-    pretrained = client.keep.pretrained
-    return features(
-        client.model, pretrained.reshape(-1, pretrained.shape[-1])[0], inputs, weight.dim()
-    ).double()
-
-
-def _profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
-    """Return the residual profile of a client, with its classes joined if there are several."""
-    if features.dim() == residual.dim() + 1 and residual.dim() == rows.dim():
-        return held_out.profile(features, residual, rows)
-    found = held_out.profile(features, residual, rows.unsqueeze(-2))
-    return Profile(*(part.flatten(-2) for part in (found.k, found.square, found.count)))
-
-
-def _prediction(model: Model, mine: Tensor, theirs: Tensor, x: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """Sum |X(a - b)|^2, or (Xa)'(Xb), over the rows, [..., 1]."""
-    real = (weight > 0).to(mine.dtype).unsqueeze(-1)
-    a, b = (model.scores(w, x) * real for w in (mine, theirs))
-    value = (a - b).square() if kind == "gap" else a * b
-    return value.sum((-1, -2)).unsqueeze(-1)
-
-
-def _facts(profiles: Tensor) -> Tensor:
-    """Return for both kinds of profile the sum and number of eigenvalues and the squared residuals, [..., 6]."""
-    k, square, count = profiles[..., [0, 3], :], profiles[..., [1, 4], :], profiles[..., [2, 5], :]
-    return torch.cat([(count * k).sum(-1), (count * (k > 0)).sum(-1), (count * square).sum(-1)], -1)
-
-
-def _gram(_: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum of zz' over the client's rows z = (x, y)."""
-    z = torch.cat([inputs, targets.unsqueeze(-1).to(inputs)], -1).double() * (weight > 0).unsqueeze(-1)
-    return z.mT @ z
-
-
-def unpacked(sums: Tensor, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unpack X'X [..., d, d], X'y [..., d] and y'y [..., 1] from what `moments` stores."""
-    matrix = sums.new_zeros(*sums.shape[:-1], d, d)
-    row, column = torch.triu_indices(d, d, device=sums.device)
-    matrix[..., row, column] = matrix[..., column, row] = sums[..., : -d - 1]
-    return matrix, sums[..., -d - 1 : -1], sums[..., -1:]
-
-
-def _blurred(blur: Tensor, matrix: Tensor, side: Tensor) -> Tensor:
-    """Return the variance of noise in X'e along the eigenvectors of X'X, [..., d].
-
-    `blur` [..., 1] is the variance of the noise in a diagonal entry, and half of it that of the others. With noise E in
-    X'X and n in X'y, squared residuals e'X (X'X)^-1 X'e at any centre have |n - E w|^2 too much in the metric of
-    (X'X)^-1, to second order, where w is the client's own fit.
-    """
-    k, basis = torch.linalg.eigh(matrix)
-    alive = k > 1e-10 * k[..., -1:].clamp_min(torch.finfo(k.dtype).tiny)
-    along = (basis.mT @ side.unsqueeze(-1)).squeeze(-1)
-    own = torch.where(alive, along / torch.where(alive, k, 1.0), 0.0)
-    found: Tensor = blur / 2 * (1 + own.square().sum(-1, keepdim=True) + own.square())
-    return found
 
 
 def coarse(lam: Tensor) -> list[int]:
