@@ -85,7 +85,7 @@ class Prospects:
         share
             Whether the federation is advised to share a model.
         sharing
-            Probability that sharing is better; NaN where it is not known.
+            Probability that sharing is better; NaN where nothing is calibrated, and intervals are unknown too.
 
         Returns
         -------
@@ -97,15 +97,17 @@ class Prospects:
         lams = torch.where(picks == METHODS.index("rtfa"), shared, math.nan)
         lams = torch.where(picks == METHODS.index("ridge-local"), alone, lams)
         family = sharing if share else 1 - sharing
+        known = not math.isnan(sharing)
+        unknown = torch.full((*excess.shape[:-1], 2), math.nan, dtype=excess.dtype)
         sure = [
-            math.nan if math.isnan(family) else calibration.client_probability(one, allowed, family)
+            math.nan if not known else calibration.client_probability(one, allowed, family)
             for one in excess.view(-1, len(METHODS))
         ]
         return ClientAdvice(
             [METHODS[int(k)] for k in picks.flatten()],
             lams,
             {name: excess[..., k] for k, name in enumerate(METHODS)},
-            calibration.intervals(self, excess),
+            calibration.intervals(self, excess) if known else dict.fromkeys(METHODS, unknown),
             torch.tensor(sure),
             alone,
             shared,
@@ -127,7 +129,7 @@ class ClientAdvice:
     lams, lam_alone, lam_shared
         Penalty of the best method (NaN if it has none), and best penalties around zero and the shared model, [n].
     risks, intervals
-        Predicted squared error beyond the noise [n] and its 90 % interval [n, 2], by method.
+        Predicted squared error beyond the noise [n] and its 90 % interval [n, 2], by method; NaN where it is not known.
     probabilities : Tensor
         Probability that the named method is the client's best, [n].
     sigma2, r2, rho2, gamma
