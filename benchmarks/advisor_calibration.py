@@ -2,6 +2,7 @@
 
 python -m benchmarks.advisor_calibration fit                  # prints the constants of coterie/select/calibration.py
 python -m benchmarks.advisor_calibration judge --out FOLDER   # writes calibration.json, .md and .svg
+python -m benchmarks.advisor_calibration fit --kind logistic  # and judge: the same for classes (logistic.json, ...)
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ def fit(judged: list[Judged]) -> dict[str, Any]:
     from sklearn.linear_model import LogisticRegression, QuantileRegressor
 
     bounds, parts = {}, [_parts(one) for one in judged]
+    classes = judged[0].world.kind == "logistic"
+    if classes:  # few worlds: one feature
+        parts = [(given[..., [calibration.ERROR]], errors) for given, errors in parts]
     weight = np.concatenate([[1 / len(one.risks)] * len(one.risks) for one in judged])
     for k, name in enumerate(METHODS):
         x = np.concatenate([features[:, k] for features, _ in parts])
         y = np.concatenate([errors[:, k] for _, errors in parts])
-        ends = [QuantileRegressor(quantile=q, alpha=1e-4).fit(x, y, sample_weight=weight) for q in COVERED]
+        alpha = 1e-3 if classes else 1e-4
+        ends = [QuantileRegressor(quantile=q, alpha=alpha).fit(x, y, sample_weight=weight) for q in COVERED]
         bounds[name] = tuple(tuple(round(float(v), 3) for v in (one.intercept_, *one.coef_)) for one in ends)
 
     def logistic(x: list[float], y: list[bool]) -> tuple[float, float]:
@@ -73,6 +78,8 @@ def fit(judged: list[Judged]) -> dict[str, Any]:
         [calibration.evidence(one.findings) for one in judged],
         [bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min()) for one in judged],
     )
+    if classes:
+        return {"CLASSES_BOUNDS": bounds, "CLASSES_SHARE": share}
     leads, right, own, own_right, each = [], [], [], [], []
     for one in judged:
         predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1)
@@ -209,12 +216,12 @@ def diagram(bins: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any], seeds: range, name: str) -> str:
     """The summary as a page."""
     lines = [
         "# Calibration of the advisor on fresh worlds",
         "",
-        f"Seeds {FRESH.start} to {FRESH.stop - 1} of each kind of `benchmarks/advisor_worlds.py`, fixed before the",
+        f"Seeds {seeds.start} to {seeds.stop - 1} of each kind of `benchmarks/advisor_worlds.py`, fixed before the",
         "calibration was fitted on other seeds. Coverage: share of 90 % intervals that hold the true error of a",
         "method for a client, mean over methods (range). Extra error: of the named method over the best, 90th",
         "percentile over worlds, relative to the whole error and (in brackets) to what is beyond the noise. A method",
@@ -235,7 +242,7 @@ def table(found: dict[str, Any]) -> str:
             f"{one['mean stated probability']:.2f} | {one['right family where sure']:.2f} of {one['sure']:.0%} | "
             f"{extra:.1%} ({beyond:.1%}) | {one['always rtfa: best']:.2f} | {theirs:.1%} ({away:.1%}) |"
         )
-    lines += ["", "![Reliability diagram](calibration.svg)", ""]
+    lines += ["", f"![Reliability diagram]({name}.svg)", ""]
     for name, bins in found["reliability"].items():
         shown = ", ".join(
             f"{b['stated']:.2f}: {b['right']:.2f} ± {b['error']:.2f} ({b['count']})" for b in bins
@@ -248,21 +255,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("fit", "judge"))
     parser.add_argument("--worlds", type=int, default=None)
+    parser.add_argument("--skip", type=int, default=0, help="worlds to leave out at the start")
+    parser.add_argument(
+        "--kind", choices=(*KINDS, "logistic"), help="one kind only; the six linear ones by default"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "advisor")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = (DEVELOP if asked.what == "fit" else FRESH)[: asked.worlds]
-    judged = [look(kind, seed) for kind in KINDS for seed in seeds]
+    seeds = (DEVELOP if asked.what == "fit" else FRESH)[asked.skip :][: asked.worlds]
+    kinds, name = ((asked.kind,), asked.kind) if asked.kind else (KINDS, "calibration")
+    judged = [look(kind, seed) for kind in kinds for seed in seeds]
     if asked.what == "fit":
-        for name, value in fit(judged).items():
-            print(f"{name} = {value}")
+        for constant, value in fit(judged).items():
+            print(f"{constant} = {value}")
         return
     found = summary(judged)
     asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "calibration.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (asked.out / "calibration.svg").write_text(diagram(found["reliability"]), encoding="utf-8")
-    (asked.out / "calibration.md").write_text(table(found), encoding="utf-8")
-    print(table(found))
+    (asked.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (asked.out / f"{name}.svg").write_text(diagram(found["reliability"]), encoding="utf-8")
+    page = table(found, seeds, name)
+    (asked.out / f"{name}.md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

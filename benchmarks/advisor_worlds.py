@@ -141,6 +141,8 @@ def draw_world(kind: str, seed: int) -> KnownWorld:
         ys.append(torch.from_numpy(y))
         roots.append(torch.from_numpy(root))
     truth = torch.from_numpy((centre + own) * (2 if kind == "logistic" else 1))
+    if kind == "logistic":
+        noise = np.ones(n)  # of the linearised problem
     return KnownWorld(kind, xs, ys, truth, torch.from_numpy(noise), roots)
 
 

@@ -17,9 +17,11 @@ from coterie.engine.federation import Federation
 from coterie.engine.local_runtime import LocalRuntime
 from coterie.engine.privacy import Privacy
 from coterie.models.glm import Glm
+from coterie.models.linear import Linear
 from coterie.select.advice import Advice
 from coterie.select.advise import from_survey, require_protectable
 from coterie.select.prospects import Prospects
+from coterie.select.survey import calibration_of
 from coterie.select.survey_rows import require_head
 from coterie.theory import held_out
 
@@ -67,7 +69,8 @@ def write(folder: Path, runtime: LocalRuntime, names: list[str]) -> None:
     share, sharing, scale, shift, clients, total = told
     rows, columns = runtime.train.size.double(), require_head(runtime.model).columns
     lam = held_out.penalties(scale)
-    own = Prospects.of(lam, kept, rows, columns, round(clients), total, shift)
+    calibrated = calibration_of(runtime.model, sharing >= 0 and isinstance(runtime.model, Linear))
+    own = Prospects.of(lam, kept, rows, columns, round(clients), total, shift, calibrated)
     known: dict[str, Any] = {"sharing": sharing if sharing >= 0 else None, "share": bool(share)}
     advised = own.advised(bool(share), sharing if sharing >= 0 else math.nan)
     files.write_json(folder / FILE, {**known, "clients": advised.json(names)})

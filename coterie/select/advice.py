@@ -67,9 +67,9 @@ class Advice:
         Numbers sent per client to get the advice.
     sharing
         Probability that a shared model is better than training alone; NaN where it is not known: for models other than
-        linear regression.
+        linear and logistic regression, and where a probe overruled the survey.
     probability
-        Probability that the recommended method is the best of the five.
+        Probability that the recommended method is the best of the five; for linear regression.
     lam_interval, lam_flat
         90 % interval of the best penalty, and the penalties whose predicted error is within 1 % of the lowest.
     """
@@ -162,12 +162,14 @@ class Advice:
         penalty = f" with lambda = {self.lam:.3g}" if self.lam is not None else ""
         choice = f"{self.method}{penalty}: {EXPLANATIONS[self.method]}"
         sentence = f"Use {choice}." if self.sure else f"I cannot tell. If you must choose: {choice}."
-        if math.isnan(self.probability):
+        if math.isnan(self.sharing):
             return sentence
-        return (
-            f"{sentence} Sharing a model is better than training alone with probability {self.sharing:.2f}, "
-            f"{self.method} the best of the five methods with probability {self.probability:.2f}."
+        known = (
+            f"{sentence} Sharing a model is better than training alone with probability {self.sharing:.2f}"
         )
+        if math.isnan(self.probability):
+            return f"{known}."
+        return f"{known}, {self.method} the best of the five methods with probability {self.probability:.2f}."
 
     def text(self) -> str:
         """Return the recommendation, its reasons, and what would change it."""
@@ -220,7 +222,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     share, clear = _centre_helps(found, float(means[~FAMILY].min() - means[FAMILY].min()))
     allowed = FAMILY == share
     method, lam = _for_everybody(torch.where(allowed, means, math.inf), found, share)
-    sharing = calibration.sharing(found) if found.exact else math.nan
+    sharing = calibration.sharing(found)
     far, covariance = Survey().settle(fed, found, share, sharing)
     own = None if found.prospects is None else found.prospects.advised(share, sharing)
     flat, places = calibration.flat_range(found, share), coarse(found.lam)

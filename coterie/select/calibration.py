@@ -2,7 +2,8 @@
 
 What the survey knows of its own uncertainty leaves out what all clients have in common. These functions add it. Their
 constants were fitted on 240 worlds of six kinds (normal, heavy-tailed, grouped, covariate-shifted, sparse, unequal
-noise) by `python -m benchmarks.advisor_calibration fit`, and are judged on others (`docs/advisor.md`).
+noise) by `python -m benchmarks.advisor_calibration fit`, and are judged on others (`docs/advisor.md`). Those of classes
+were fitted on 40 logistic worlds (`fit --kind logistic`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,25 @@ BOUNDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "ftfa": ((-0.391, -0.147, -0.109, -0.212, -0.575, 0.151), (1.408, 0.075, -0.224, -0.002, -0.274, 0.203)),
     "rtfa": ((0.043, -0.047, -0.287, -0.217, -0.208, 0.139), (1.549, 0.115, -0.235, -0.193, -0.186, 0.332)),
 }
+# the same in logistic worlds, where errors are those of the linearised problem: intercept, and the slope of the
+# logarithm of the error in units of the noise
+CLASSES_BOUNDS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "local": ((-0.209, 0.054), (4.015, -1.007)),
+    "ridge-local": ((-0.123, 0.132), (0.694, -0.278)),
+    "fedavg": ((-0.825, -0.326), (0.312, -0.707)),
+    "ftfa": ((-2.145, -0.609), (3.66, -0.695)),
+    "rtfa": ((-1.143, -0.401), (-0.288, -0.862)),
+}
 # logistic models: intercept and slope
 SHARE = (0.375, 1.558)  # of `evidence`, that a shared model is better
+CLASSES_SHARE = (-0.466, 0.408)  # the same in logistic worlds
 WITHIN = (
     3.439,
     0.615,
 )  # of `lead`, that the method with the lowest predicted error is the best of its family
 CLIENT = (0.405, 0.202, 0.212, 0.049)  # of `client_evidence`, that what is named for a client is its best
 FURTHEST = 2.0  # log ratio of errors that counts
+ERROR = 2  # place of the error in units of the noise among `features`
 MOST = 6.0  # standard errors of evidence that count
 WIDEST_SHIFT = 3.0
 KINDS = {"local": 1, "ridge-local": 1, "fedavg": 0, "ftfa": 0, "rtfa": 0}  # index of the centre in `Findings`
@@ -49,8 +61,9 @@ def evidence(found: Findings) -> float:
 
 
 def sharing(found: Findings) -> float:
-    """Return the probability that a shared model is better than training alone."""
-    return _logistic(SHARE, evidence(found))
+    """Return the probability that a shared model is better than training alone; NaN if nothing is calibrated."""
+    model = {"linear": SHARE, "classes": CLASSES_SHARE}.get(found.calibrated)
+    return math.nan if model is None else _logistic(model, evidence(found))
 
 
 def lead(predicted: np.ndarray | Tensor) -> float:
@@ -150,8 +163,12 @@ def intervals(own: Prospects, predicted: Tensor) -> dict[str, Tensor]:
     dict of Tensor
     """
     given, resolution = features(own, predicted)
-    ends = {}
-    for k, (name, bounds) in enumerate(BOUNDS.items()):
+    if not own.calibrated:
+        return dict.fromkeys(BOUNDS, torch.full((*own.rows.shape, 2), math.nan, dtype=predicted.dtype))
+    fitted, ends = BOUNDS, {}
+    if own.calibrated == "classes":
+        given, fitted = given[..., ERROR : ERROR + 1], CLASSES_BOUNDS
+    for k, (name, bounds) in enumerate(fitted.items()):
         scale, sides = predicted[..., k] + resolution[..., k], []
         for (constant, *slopes), sign in zip(bounds, (-1, 1), strict=True):
             width = constant + given[..., k, :] @ torch.tensor(slopes, dtype=given.dtype)

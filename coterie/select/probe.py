@@ -64,6 +64,7 @@ def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
             "them, or a longer probe (--probe), could still change the advice."
         ]
         lams = torch.full((fed.n,), candidates[best] or math.nan)
+        changes["sharing"] = math.nan  # the survey's, which the probe contradicts
         changes["own"] = dataclasses.replace(advice.clients, methods=[best] * fed.n, lams=lams)
         return dataclasses.replace(advice, method=best, lam=candidates[best], **changes)
     why.append(f"The probe favours {best}, but within its uncertainty.")

@@ -43,6 +43,8 @@ class Prospects:
         Features, clients of the federation, and their rows together.
     shift : float
         How much the covariance of the features differs between clients, beyond chance.
+    calibrated : str
+        Worlds whose calibration applies: "linear", "classes", or "" where there is none.
     """
 
     lam: Tensor
@@ -55,6 +57,7 @@ class Prospects:
     clients: int = 1
     total: float = 1.0
     shift: float = 0.0
+    calibrated: str = ""
 
     @classmethod
     def of(cls, lam: Tensor, found: Mapping[str, Tensor], rows: Tensor, *common: Any) -> Prospects:
@@ -85,7 +88,7 @@ class Prospects:
         share
             Whether the federation is advised to share a model.
         sharing
-            Probability that sharing is better; NaN where nothing is calibrated, and intervals are unknown too.
+            Probability that sharing is better; NaN where it is not known.
 
         Returns
         -------
@@ -97,17 +100,15 @@ class Prospects:
         lams = torch.where(picks == METHODS.index("rtfa"), shared, math.nan)
         lams = torch.where(picks == METHODS.index("ridge-local"), alone, lams)
         family = sharing if share else 1 - sharing
-        known = not math.isnan(sharing)
-        unknown = torch.full((*excess.shape[:-1], 2), math.nan, dtype=excess.dtype)
         sure = [
-            math.nan if not known else calibration.client_probability(one, allowed, family)
+            math.nan if self.calibrated != "linear" else calibration.client_probability(one, allowed, family)
             for one in excess.view(-1, len(METHODS))
         ]
         return ClientAdvice(
             [METHODS[int(k)] for k in picks.flatten()],
             lams,
             {name: excess[..., k] for k, name in enumerate(METHODS)},
-            calibration.intervals(self, excess) if known else dict.fromkeys(METHODS, unknown),
+            calibration.intervals(self, excess),
             torch.tensor(sure),
             alone,
             shared,

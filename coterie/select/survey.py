@@ -14,6 +14,8 @@ from coterie._core.errors import RunError
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
+from coterie.models.base import Model
+from coterie.models.glm import Logistic
 from coterie.models.linear import Linear
 from coterie.select.prospects import METHODS, Prospects
 from coterie.select.survey_phases import TERMS, SurveyPhases, coarse
@@ -57,6 +59,8 @@ class Findings:
         Predicted errors of every client; None where only sums are known.
     names : list of str
         Clients that answered.
+    calibrated : str
+        Worlds whose calibration applies: "linear", "classes", or "" where there is none.
     """
 
     clients: int
@@ -75,6 +79,7 @@ class Findings:
     blur: float
     prospects: Prospects | None
     names: list[str]
+    calibrated: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,11 +151,11 @@ class Survey(SurveyPhases):
             support = (agreement - gap / 4) / total
             doubt = gap / total / (4 if support > 0 else 8)
         apart = max(0.0, float(totals[6]) / n) if exact else 0.0
-        prospects = None
+        calibrated, prospects = calibration_of(fed.model, exact), None
         if r.single:
             seen = fed.map(self.outlook)
             own = {name: seen[name].cpu().double() for name in ("curve", "error", "noise", "distance")}
-            prospects = Prospects.of(lam, own, rows, head.columns, n, total, apart)
+            prospects = Prospects.of(lam, own, rows, head.columns, n, total, apart, calibrated)
         return Findings(
             n,
             rows,
@@ -168,6 +173,7 @@ class Survey(SurveyPhases):
             float(totals[7]) / n if exact else 0.0,
             prospects,
             [fed.names[int(k)] for k in who],
+            calibrated,
         )
 
     def settle(self, fed: Federation, found: Findings, share: bool, sharing: float) -> tuple[int, Tensor]:
@@ -299,6 +305,11 @@ def _loose(a: Tensor, totals: Tensor, rows: float) -> Tensor:
 def _bits(value: Tensor) -> Tensor:
     """Return the exponent of the next power of two, from -500 to 500."""
     return value.clamp(2.0**-500, 2.0**500).log2().ceil()
+
+
+def calibration_of(model: Model, exact: bool) -> str:
+    """Return on which worlds the certainty about a model was calibrated: "linear", "classes", or none."""
+    return "linear" if exact else "classes" if isinstance(model, Logistic) else ""
 
 
 def _scale(lam: Tensor) -> float:

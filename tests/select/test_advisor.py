@@ -283,7 +283,9 @@ def test_classes_are_linearised_and_probed(kinds):
     assert apart.method in ("local", "ridge-local", "rtfa")
     quiet = advise(classes(kinds), probe=0)
     assert not any("probe" in reason for reason in quiet.why)
-    assert bool(quiet.intervals["rtfa"].isnan().all())  # they would not hold the true error: docs/advisor.md
+    known = kinds == 2  # logistic worlds are calibrated, softmax ones are not
+    assert bool(quiet.intervals["rtfa"].isnan().all()) != known and math.isnan(quiet.sharing) != known
+    assert math.isnan(quiet.probability) and ("with probability" in quiet.verdict()) == known
 
 
 def test_the_last_layer_of_a_network_is_surveyed_and_probed():
