@@ -2,6 +2,7 @@
 
 python -m benchmarks.advisor_calibration fit                  # prints the constants of coterie/select/calibration.py
 python -m benchmarks.advisor_calibration judge --out FOLDER   # writes calibration.json, .md and .svg
+python -m benchmarks.advisor_calibration oracle               # how often who knows all variances names the best
 python -m benchmarks.advisor_calibration fit --kind logistic  # and judge: the same for classes (logistic.json, ...)
 """
 
@@ -21,7 +22,9 @@ from torch import Tensor
 from benchmarks.advisor_worlds import DEVELOP, FRESH, KINDS, KnownWorld, draw_world
 from coterie.select import calibration
 from coterie.select.advice import METHODS, SHARED, Advice, conclude
+from coterie.select.prospects import Prospects
 from coterie.select.survey import Findings, Survey
+from coterie.theory import held_out, left_out
 
 COVERED = (0.045, 0.955)  # quantiles that are fitted
 SAME = 1 + 1e-6  # errors within this factor are those of the same model
@@ -52,6 +55,29 @@ def look(kind: str, seed: int) -> Judged:
     found = Survey().carry_out(fed)
     advice = conclude(fed, found)
     return Judged(world, found, advice, world.advised_risks(advice))
+
+
+def oracle(kind: str, seed: int) -> bool:
+    """Whether the best method is named by who knows every client's true noise and distances, in `left_out`'s risks."""
+    world = draw_world(kind, seed)
+    own = torch.stack([x.T @ x for x in world.xs])
+    rows = torch.tensor([[float(len(x))] for x in world.xs], dtype=torch.float64)
+    total, noise, d = own.sum(0), world.noise.square(), own.shape[-1]
+    inverse = left_out.inverse(total - own)
+    side = (own @ world.truth.unsqueeze(-1)).squeeze(-1)
+    centre = (inverse @ (side.sum(0) - side).unsqueeze(-1)).squeeze(-1)
+    noisy = noise[:, None, None] * own
+    spread = (inverse @ (noisy.sum(0) - noisy) @ inverse).diagonal(dim1=-2, dim2=-1).sum(-1)
+    distance = torch.stack(
+        [(world.truth - centre).square().sum(-1) + spread, world.truth.square().sum(-1)], 1
+    )
+    lam = held_out.penalties(float(total.diagonal().sum() / rows.sum()) / min(d, float(rows.mean())))
+    parts = left_out.curves(total, own, rows, rows.sum(), lam)
+    curve = parts[:, [0, 2]] * (distance / d).unsqueeze(-1) + noise[:, None, None] * (1 + parts[:, [1, 3]])
+    known = Prospects(lam, curve, curve, noise[:, None].expand(-1, 2), distance / d, rows.squeeze(-1))
+    shared, alone = known.penalties()
+    true = world.risks(alone, shared).mean(0)
+    return bool(true[known.errors().mean(0).argmin()] <= SAME * true.min())
 
 
 def fit(judged: list[Judged]) -> dict[str, Any]:
@@ -253,7 +279,7 @@ def table(found: dict[str, Any], seeds: range, name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("fit", "judge"))
+    parser.add_argument("what", choices=("fit", "judge", "oracle"))
     parser.add_argument("--worlds", type=int, default=None)
     parser.add_argument("--skip", type=int, default=0, help="worlds to leave out at the start")
     parser.add_argument(
@@ -262,8 +288,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "advisor")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = (DEVELOP if asked.what == "fit" else FRESH)[asked.skip :][: asked.worlds]
+    seeds = (FRESH if asked.what == "judge" else DEVELOP)[asked.skip :][: asked.worlds]
     kinds, name = ((asked.kind,), asked.kind) if asked.kind else (KINDS, "calibration")
+    if asked.what == "oracle":
+        for kind in kinds:
+            print(kind, np.mean([oracle(kind, seed) for seed in seeds]))
+        return
     judged = [look(kind, seed) for kind in kinds for seed in seeds]
     if asked.what == "fit":
         for constant, value in fit(judged).items():

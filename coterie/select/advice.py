@@ -227,7 +227,7 @@ def conclude(fed: Federation, found: Findings) -> Advice:
     own = None if found.prospects is None else found.prospects.advised(share, sharing)
     flat, places = calibration.flat_range(found, share), coarse(found.lam)
     little = _matters_little(found, float(means[FAMILY].min()), float(means[~FAMILY].min()))
-    convinced = max(sharing, 1 - sharing) >= SURE if found.exact else clear
+    convinced = max(sharing, 1 - sharing) >= SURE if found.calibrated else clear
     drowned = found.blur > BLURRED
     family = sharing if share else 1 - sharing
     within = calibration.best_of_family(found.excess[allowed])

@@ -12,7 +12,15 @@ from torch import Tensor
 from coterie._core.errors import SettingError
 from coterie.engine.federation import Federation
 from coterie.models.heads import head_of
-from coterie.select.advice import EXPLANATIONS, METHODS, Advice, algorithm, conclude
+from coterie.select.advice import (
+    EXPLANATIONS,
+    FEWEST_CLIENTS,
+    METHODS,
+    SHARED,
+    Advice,
+    algorithm,
+    conclude,
+)
 from coterie.select.prospects import ClientAdvice
 from coterie.select.survey import Survey
 from coterie.train.fit import fit
@@ -52,8 +60,10 @@ def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
     shown = ", ".join(f"{name} {float(value.nanmean()):.4g}" for name, value in losses.items())
     why = [*advice.why, f"A probe of {rounds} rounds has the validation losses {shown}."]
     changes: dict[str, Any] = {"why": why, **_traffic(fed)}
-    if best == advice.method or best not in losses:
-        return dataclasses.replace(advice, **changes)
+    if best == advice.method:
+        rivals = [name for name in losses if (name in SHARED) != (best in SHARED)]
+        confirmed = fed.n >= FEWEST_CLIENTS and all(_clearly(losses[name], losses[best]) for name in rivals)
+        return dataclasses.replace(advice, sure=advice.sure or confirmed, **changes)
     if gap > CERTAIN * error:
         why.append(
             f"In the probe {best} beats {advice.method} by more than two standard errors between clients, "
