@@ -5,6 +5,7 @@ python -m benchmarks.advisor_privacy [first seed] [last seed]   # docs/advisor.m
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 
@@ -64,7 +65,7 @@ def main() -> None:
     first, last = (int(value) for value in (sys.argv[1:3] or (1000, 1059)))
     torch.set_num_threads(1)
     pairs = [pair for seed in range(first, last + 1) for pair in answers(seed)]
-    for low, high in zip(SHARES, SHARES[1:], strict=False):
+    for low, high in itertools.pairwise(SHARES):
         inside = [right for share, right in pairs if low <= share < high]
         if inside:
             print(f"share of noise {low:g} to {high:g}: best named in {np.mean(inside):.2f} of {len(inside)}")
