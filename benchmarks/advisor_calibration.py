@@ -2,6 +2,8 @@
 
 python -m benchmarks.advisor_calibration fit                  # prints the constants of coterie/select/calibration.py
 python -m benchmarks.advisor_calibration judge --out FOLDER   # writes calibration.json, .md and .svg
+python -m benchmarks.advisor_calibration oracle               # how often who knows all variances names the best
+python -m benchmarks.advisor_calibration fit --kind logistic  # and judge: the same for classes (logistic.json, ...)
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from torch import Tensor
 from benchmarks.advisor_worlds import DEVELOP, FRESH, KINDS, KnownWorld, draw_world
 from coterie.select import calibration
 from coterie.select.advice import METHODS, SHARED, Advice, conclude
+from coterie.select.prospects import Prospects
 from coterie.select.survey import Findings, Survey
+from coterie.theory import held_out, left_out
 
 COVERED = (0.045, 0.955)  # quantiles that are fitted
 SAME = 1 + 1e-6  # errors within this factor are those of the same model
@@ -53,16 +57,43 @@ def look(kind: str, seed: int) -> Judged:
     return Judged(world, found, advice, world.advised_risks(advice))
 
 
+def oracle(kind: str, seed: int) -> bool:
+    """Whether the best method is named by who knows every client's true noise and distances, in `left_out`'s risks."""
+    world = draw_world(kind, seed)
+    own = torch.stack([x.T @ x for x in world.xs])
+    rows = torch.tensor([[float(len(x))] for x in world.xs], dtype=torch.float64)
+    total, noise, d = own.sum(0), world.noise.square(), own.shape[-1]
+    inverse = left_out.inverse(total - own)
+    side = (own @ world.truth.unsqueeze(-1)).squeeze(-1)
+    centre = (inverse @ (side.sum(0) - side).unsqueeze(-1)).squeeze(-1)
+    noisy = noise[:, None, None] * own
+    spread = (inverse @ (noisy.sum(0) - noisy) @ inverse).diagonal(dim1=-2, dim2=-1).sum(-1)
+    distance = torch.stack(
+        [(world.truth - centre).square().sum(-1) + spread, world.truth.square().sum(-1)], 1
+    )
+    lam = held_out.penalties(float(total.diagonal().sum() / rows.sum()) / min(d, float(rows.mean())))
+    parts = left_out.curves(total, own, rows, rows.sum(), lam)
+    curve = parts[:, [0, 2]] * (distance / d).unsqueeze(-1) + noise[:, None, None] * (1 + parts[:, [1, 3]])
+    known = Prospects(lam, curve, curve, noise[:, None].expand(-1, 2), distance / d, rows.squeeze(-1))
+    shared, alone = known.penalties()
+    true = world.risks(alone, shared).mean(0)
+    return bool(true[known.errors().mean(0).argmin()] <= SAME * true.min())
+
+
 def fit(judged: list[Judged]) -> dict[str, Any]:
     """Fit quantiles of the log errors of predicted risks, and logistic models of being right."""
     from sklearn.linear_model import LogisticRegression, QuantileRegressor
 
     bounds, parts = {}, [_parts(one) for one in judged]
+    classes = judged[0].world.kind == "logistic"
+    if classes:  # few worlds: one feature
+        parts = [(given[..., [calibration.ERROR]], errors) for given, errors in parts]
     weight = np.concatenate([[1 / len(one.risks)] * len(one.risks) for one in judged])
     for k, name in enumerate(METHODS):
         x = np.concatenate([features[:, k] for features, _ in parts])
         y = np.concatenate([errors[:, k] for _, errors in parts])
-        ends = [QuantileRegressor(quantile=q, alpha=1e-4).fit(x, y, sample_weight=weight) for q in COVERED]
+        alpha = 1e-3 if classes else 1e-4
+        ends = [QuantileRegressor(quantile=q, alpha=alpha).fit(x, y, sample_weight=weight) for q in COVERED]
         bounds[name] = tuple(tuple(round(float(v), 3) for v in (one.intercept_, *one.coef_)) for one in ends)
 
     def logistic(x: list[float], y: list[bool]) -> tuple[float, float]:
@@ -73,6 +104,8 @@ def fit(judged: list[Judged]) -> dict[str, Any]:
         [calibration.evidence(one.findings) for one in judged],
         [bool(one.mean[FAMILY].min() < one.mean[~FAMILY].min()) for one in judged],
     )
+    if classes:
+        return {"CLASSES_BOUNDS": bounds, "CLASSES_SHARE": share}
     leads, right, own, own_right, each = [], [], [], [], []
     for one in judged:
         predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1)
@@ -98,7 +131,7 @@ def fit(judged: list[Judged]) -> dict[str, Any]:
 def _parts(one: Judged) -> tuple[np.ndarray, np.ndarray]:
     """Features [n, methods, 5] and log errors [n, methods] of the predicted risks."""
     predicted = torch.stack([one.advice.risks[name] for name in METHODS], 1)
-    features, resolution = calibration.features(one.findings, predicted)
+    features, resolution = calibration.features(one.findings.prospects, predicted)
     error = torch.log((one.risks + resolution) / (predicted + resolution))
     return np.asarray(features), np.asarray(error)
 
@@ -209,12 +242,12 @@ def diagram(bins: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any], seeds: range, name: str) -> str:
     """The summary as a page."""
     lines = [
         "# Calibration of the advisor on fresh worlds",
         "",
-        f"Seeds {FRESH.start} to {FRESH.stop - 1} of each kind of `benchmarks/advisor_worlds.py`, fixed before the",
+        f"Seeds {seeds.start} to {seeds.stop - 1} of each kind of `benchmarks/advisor_worlds.py`, fixed before the",
         "calibration was fitted on other seeds. Coverage: share of 90 % intervals that hold the true error of a",
         "method for a client, mean over methods (range). Extra error: of the named method over the best, 90th",
         "percentile over worlds, relative to the whole error and (in brackets) to what is beyond the noise. A method",
@@ -235,7 +268,7 @@ def table(found: dict[str, Any]) -> str:
             f"{one['mean stated probability']:.2f} | {one['right family where sure']:.2f} of {one['sure']:.0%} | "
             f"{extra:.1%} ({beyond:.1%}) | {one['always rtfa: best']:.2f} | {theirs:.1%} ({away:.1%}) |"
         )
-    lines += ["", "![Reliability diagram](calibration.svg)", ""]
+    lines += ["", f"![Reliability diagram]({name}.svg)", ""]
     for name, bins in found["reliability"].items():
         shown = ", ".join(
             f"{b['stated']:.2f}: {b['right']:.2f} ± {b['error']:.2f} ({b['count']})" for b in bins
@@ -246,23 +279,33 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("fit", "judge"))
+    parser.add_argument("what", choices=("fit", "judge", "oracle"))
     parser.add_argument("--worlds", type=int, default=None)
+    parser.add_argument("--skip", type=int, default=0, help="worlds to leave out at the start")
+    parser.add_argument(
+        "--kind", choices=(*KINDS, "logistic"), help="one kind only; the six linear ones by default"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "advisor")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = (DEVELOP if asked.what == "fit" else FRESH)[: asked.worlds]
-    judged = [look(kind, seed) for kind in KINDS for seed in seeds]
+    seeds = (FRESH if asked.what == "judge" else DEVELOP)[asked.skip :][: asked.worlds]
+    kinds, name = ((asked.kind,), asked.kind) if asked.kind else (KINDS, "calibration")
+    if asked.what == "oracle":
+        for kind in kinds:
+            print(kind, np.mean([oracle(kind, seed) for seed in seeds]))
+        return
+    judged = [look(kind, seed) for kind in kinds for seed in seeds]
     if asked.what == "fit":
-        for name, value in fit(judged).items():
-            print(f"{name} = {value}")
+        for constant, value in fit(judged).items():
+            print(f"{constant} = {value}")
         return
     found = summary(judged)
     asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "calibration.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (asked.out / "calibration.svg").write_text(diagram(found["reliability"]), encoding="utf-8")
-    (asked.out / "calibration.md").write_text(table(found), encoding="utf-8")
-    print(table(found))
+    (asked.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (asked.out / f"{name}.svg").write_text(diagram(found["reliability"]), encoding="utf-8")
+    page = table(found, seeds, name)
+    (asked.out / f"{name}.md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ KINDS = ("gaussian", "heavy-tailed", "grouped", "covariate-shifted", "sparse", "
 DEVELOP = range(0, 40)  # of each kind
 FRESH = range(1000, 1060)  # of each kind
 NOISES = 24  # noise draws that estimate a variance
+UNPENALISED = 1e-6  # so that rows which a plane separates have a fit
 TEST_ROWS = 1500  # of a client of a logistic world
 
 
@@ -43,7 +44,13 @@ class KnownWorld:
         return Federation.from_arrays(self.xs, self.ys, models.linear(), dtype=torch.float64)
 
     def risks(self, alone: Tensor, shared: Tensor) -> Tensor:
-        """Squared error beyond the noise of every method with these penalties [n], given the inputs, [n, methods]."""
+        """Squared error beyond the noise of every method with these penalties [n], given the inputs, [n, methods].
+
+        In a logistic world: twice the divergence from the true probabilities on fresh rows, which is the squared error
+        of the linearised problem where fits are good.
+        """
+        if self.kind == "logistic":
+            return self._logistic_risks(alone, shared)
         draw = torch.Generator().manual_seed(0)
         ys = [
             torch.cat([(x @ t)[:, None], s * torch.randn(len(x), NOISES, generator=draw, dtype=x.dtype)], 1)
@@ -60,6 +67,29 @@ class KnownWorld:
                 _ridge(x, y, centre, float(shared[k])),
             ]
             found.append([self._risk(k, one) for one in fits])
+        return torch.tensor(found)
+
+    def _logistic_risks(self, alone: Tensor, shared: Tensor) -> Tensor:
+        fed = self.federation()
+        rows = [fed.runtime.splits["train"].of(k) for k in range(fed.n)]
+        centre = _logistic_fit(
+            torch.cat([x for x, _ in rows]),
+            torch.cat([y for _, y in rows]),
+            torch.zeros_like(self.truth[0]),
+            UNPENALISED,
+        )
+        draw, found = torch.Generator().manual_seed(0), []
+        for k, (x, y) in enumerate(rows):
+            zero = torch.zeros_like(centre)
+            fits = [
+                _logistic_fit(x, y, zero, UNPENALISED),
+                _logistic_fit(x, y, zero, float(alone[k])),
+                centre,
+                _logistic_fit(x, y, centre, UNPENALISED),
+                _logistic_fit(x, y, centre, float(shared[k])),
+            ]
+            fresh = torch.randn(TEST_ROWS, len(zero), generator=draw, dtype=x.dtype) @ self.roots[k].mT
+            found.append([_divergence(fresh @ self.truth[k], fresh @ fit) for fit in fits])
         return torch.tensor(found)
 
     def advised_risks(self, advice: Advice) -> Tensor:
@@ -111,6 +141,8 @@ def draw_world(kind: str, seed: int) -> KnownWorld:
         ys.append(torch.from_numpy(y))
         roots.append(torch.from_numpy(root))
     truth = torch.from_numpy((centre + own) * (2 if kind == "logistic" else 1))
+    if kind == "logistic":
+        noise = np.ones(n)  # of the linearised problem
     return KnownWorld(kind, xs, ys, truth, torch.from_numpy(noise), roots)
 
 
@@ -143,6 +175,38 @@ def _root(draw: np.random.Generator, d: int) -> np.ndarray:
 
 def _ridge(x: Tensor, y: Tensor, middle: Tensor, lam: float) -> Tensor:
     return middle if math.isinf(lam) else filters.personal(x, y, middle, filters.ridge(lam))
+
+
+def _logistic_fit(x: Tensor, y: Tensor, middle: Tensor, lam: float) -> Tensor:
+    """Minimise the mean log-loss plus lam/2 |w - middle|^2 by Newton's method, with halved steps where it rises."""
+    if math.isinf(lam):
+        return middle
+    lam = max(lam, UNPENALISED)
+
+    def loss(w: Tensor) -> float:
+        score = x @ w
+        return float(
+            (torch.nn.functional.softplus(score) - y * score).mean() + lam / 2 * (w - middle).square().sum()
+        )
+
+    w = middle.clone()
+    for _ in range(50):
+        likely = torch.sigmoid(x @ w)
+        slope = x.mT @ (likely - y) / len(y) + lam * (w - middle)
+        curve = (x.mT * (likely * (1 - likely))) @ x / len(y) + lam * torch.eye(len(w), dtype=x.dtype)
+        step, before, size = torch.linalg.solve(curve, slope), loss(w), 1.0
+        while loss(w - size * step) > before and size > 1e-6:
+            size /= 2
+        w = w - size * step
+        if float(slope.norm()) < 1e-9:
+            break
+    return w
+
+
+def _divergence(true: Tensor, fitted: Tensor) -> float:
+    """Twice the mean divergence between the probabilities of two scores."""
+    likely, softplus = torch.sigmoid(true), torch.nn.functional.softplus
+    return float(2 * (softplus(fitted) - softplus(true) - likely * (fitted - true)).mean())
 
 
 assert METHODS == ("local", "ridge-local", "fedavg", "ftfa", "rtfa")  # the order of `risks`

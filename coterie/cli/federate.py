@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from coterie._core import files
 from coterie._core.errors import SettingError, nearest
 from coterie._core.files import read_toml
 from coterie.algorithms import make
-from coterie.cli import console, federate_trust
+from coterie.cli import console, federate_advice, federate_trust
 from coterie.cli.arguments import (
     AggregateOption,
     BufferOption,
@@ -37,9 +36,8 @@ from coterie.cli.arguments import (
     model_settings,
     privacy_of,
     require_place,
-    write_json,
 )
-from coterie.cli.models import report_beside
+from coterie.cli.federate_follow import follow
 from coterie.data.federated import Roles
 from coterie.deploy import demo as demonstration
 from coterie.deploy import federation_folder, stock_node
@@ -306,7 +304,7 @@ def run(
     if detach:
         console.show(f"Started {job.name}. Follow it: coterie federate attach {folder}")
         return
-    _follow(folder, job, json)
+    follow(folder, job, json)
 
 
 def _model(kind: str, name: str | None, models: list[Path]) -> str:
@@ -332,7 +330,7 @@ def attach(
 ) -> None:
     """Follow a run in progress, or show the result of a finished one."""
     require_place(json)
-    _follow(folder, federation_folder.FederationFolder.open(folder).job(name), json)
+    follow(folder, federation_folder.FederationFolder.open(folder).job(name), json)
 
 
 @app.command(epilog="Example: coterie federate demo --data images --rounds 20")
@@ -360,38 +358,10 @@ def demo(
     with demonstration.DEMOS[data](folder, typer.echo) as opened:
         typer.echo(f"federation in {opened.path}")
         job = demonstration.start(opened, method, rounds, **demonstration.request(opened))
-        _follow(opened.path, job, json)
+        follow(opened.path, job, json)
         for place in sorted(opened.path.glob("nodes/*/state/*/run/models")):
             console.show(f"Models of a node, which only it holds: {place}")
 
 
-def _follow(folder: Path, job: Path, json: Path | None) -> None:
-    """Show progress until the run ends, then its summary."""
-    shown = 0
-    try:
-        with console.progress() as bar:
-
-            def watch(told: dict[str, Any]) -> None:
-                nonlocal shown
-                fresh = federation_folder.notes(job)[shown:]
-                shown += len(fresh)
-                console.notes(fresh)
-                if told:
-                    here = f", {told['here']} of {told['nodes']} nodes" if told.get("here") else ""
-                    bar(f"{job.name}: {told['state']}{here}", told["round"], told["rounds"])
-
-            federation_folder.follow(job, watch)
-    except KeyboardInterrupt:
-        console.notes([f"The run continues. Follow it: coterie federate attach {folder} --run {job.name}"])
-        raise typer.Exit(130) from None
-    summary = job / "summary.txt"
-    if summary.exists():
-        console.show(summary.read_text(encoding="utf-8").rstrip())
-    out = files.read_json(job / "request.json")["out"]
-    console.show(f"Run folder: {out}")
-    report_beside(Path(out))
-    if json is not None:
-        write_json(json, files.read_json(job / "summary.json"))
-
-
 federate_trust.register(app)
+federate_advice.register(app)

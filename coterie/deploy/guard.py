@@ -19,12 +19,12 @@ from torch import Tensor
 
 from coterie._core.errors import CoterieError
 from coterie._core.printable import printable
-from coterie.algorithms import all_algorithms, find
 from coterie.algorithms.base import Algorithm
 from coterie.data.federated import Roles
 from coterie.deploy.audit import AuditLog, verify
 from coterie.deploy.consent import AGAIN, Consent, Refusal, digest, is_count
 from coterie.deploy.policy import Policy
+from coterie.deploy.runnable import runnable
 from coterie.engine.privacy import Privacy
 from coterie.models.zoo import FACTORIES
 
@@ -141,7 +141,7 @@ class Guard:
         problems = []
         try:
             self._require_algorithm(proposal["algorithm"])
-            algorithm = find(proposal["algorithm"]["name"])
+            algorithm = runnable()[proposal["algorithm"]["name"]]
             relayed = proposal.get("relay") is True
             if relayed and "peers" not in self.policy.reveal:
                 problems.append(
@@ -198,7 +198,7 @@ class Guard:
             self.questions[f"{run} {str(entry['question']).partition(' ')[0]}"] = str(entry["question"])
 
     def _require_bounded(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        known = all_algorithms().get(str(header.get("algorithm", "")))  # `messages.run` takes its run's only
+        known = runnable().get(str(header.get("algorithm", "")))  # `messages.run` takes its run's only
         stand_for = frozenset() if known is None else known.sentinels
         in_units = known is not None and known.in_units
         most = torch.finfo(torch.float64).max if in_units else self.policy.largest_number

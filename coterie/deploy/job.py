@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,25 +19,30 @@ import coterie
 from coterie._core import files
 from coterie._core.errors import CoterieError
 from coterie._core.printable import printable
-from coterie.algorithms import make
 from coterie.data.federated import Roles
-from coterie.deploy import audit, keys
+from coterie.deploy import advice_job, audit, keys
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.federation_plan import FederationPlan, RunRequest, connect, survey
 from coterie.deploy.live import Live
+from coterie.deploy.runnable import made
 from coterie.deploy.transport import NodeCaller
 from coterie.engine import late
 from coterie.engine.from_table import SPLIT
 from coterie.engine.from_texts import SPLIT as TEXTS
 from coterie.models.description import description
 from coterie.models.installed import install
+from coterie.report.advice import advice_tables
 from coterie.report.tables import run_notes, run_summary, run_table, screened
+from coterie.select.survey import Survey
 from coterie.train.fit import fit, resume
 from coterie.train.private import IN_PLAN, from_plan
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from coterie.deploy.transport import Transport
     from coterie.engine.federation import Federation
+    from coterie.engine.privacy import Privacy
     from coterie.train.run import Run
 
 REQUEST, PROGRESS, NOTES, SUMMARY = "request.json", "progress.json", "notes.txt", "summary"
@@ -196,7 +202,7 @@ def _write(log: AuditLog, node: str, entry: dict[str, Any]) -> None:
 
 
 def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller) -> None:
-    algorithm = make(request.algorithm["name"], **request.algorithm["settings"])
+    algorithm = made(request.algorithm["name"], **request.algorithm["settings"])
     out = Path(request.out)
     known, privacy = job / "plan.json", from_plan(request.plan)
     for path in request.models:
@@ -232,6 +238,9 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
         reporter.note(warning)
     fed = connect(caller, plan, algorithm, secure=request.secure, privacy=privacy, relay=request.relay)
     reporter.state("running", nodes=len(plan.nodes))
+    if isinstance(algorithm, Survey):
+        _advise(job, fed, request, reporter, privacy)
+        return
     if (out / "result.json").exists():
         _finish_again(fed, out, reporter, request.plan.get("refit", "none"))
         return
@@ -266,6 +275,19 @@ def _work(job: Path, request: JobRequest, reporter: Reporter, caller: NodeCaller
     _done(reporter, done)
 
 
+def _advise(
+    job: Path, fed: Federation, request: JobRequest, reporter: Reporter, privacy: Privacy | None
+) -> None:
+    """Ask for advice, and write it where a run has its result."""
+    advice = advice_job.ask(fed, request.secure, privacy)
+    done = fed.runtime.finish(0, None)
+    out = Path(request.out)
+    out.mkdir(parents=True, exist_ok=True)
+    files.write_json(out / advice_job.FILE, advice.json())
+    _write_summary(job, advice_tables(advice), advice.json())
+    _done(reporter, done)
+
+
 def _done(reporter: Reporter, nodes: list[str]) -> None:
     reporter.release()
     reporter.state("finished", models_at=nodes)
@@ -287,15 +309,18 @@ def _finish_again(fed: Federation, out: Path, reporter: Reporter, refit: str) ->
 
 def _summarise(job: Path, run: Run) -> None:
     """Write what a local run prints, as text and as JSON."""
+    parts: list[str | Table] = [*(f"Note: {note}" for note in run_notes(run)), run_table(run)]
+    told = {**run_summary(run), "coterie": coterie.__version__, "left_out": run.left_out}
+    _write_summary(job, parts, told)
+
+
+def _write_summary(job: Path, parts: Sequence[str | Table], told: dict[str, Any]) -> None:
+    """Write lines and tables as text, and a summary as JSON."""
     from rich.console import Console
 
     stream = io.StringIO()
     console = Console(file=stream, width=100, highlight=False, markup=False)
-    for note in run_notes(run):
-        console.print(f"Note: {note}", soft_wrap=True)
-    console.print(run_table(run))
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
     files.write_text(job / f"{SUMMARY}.txt", stream.getvalue())
-    files.write_json(
-        job / f"{SUMMARY}.json",
-        {**run_summary(run), "coterie": coterie.__version__, "left_out": run.left_out},
-    )
+    files.write_json(job / f"{SUMMARY}.json", told)

@@ -20,7 +20,7 @@ import coterie
 from coterie._core import files
 from coterie._core.errors import CoterieError
 from coterie._core.printable import printable
-from coterie.algorithms import Algorithm, make
+from coterie.algorithms import Algorithm
 from coterie.data.image_folders import Images
 from coterie.data.texts import Texts
 from coterie.deploy import wire
@@ -37,6 +37,7 @@ from coterie.deploy.node_texts import NodeTexts
 from coterie.deploy.open_run import SETUP, Forgotten, OpenRun
 from coterie.deploy.policy import TRUSTING, Policy
 from coterie.deploy.relay import KINDS as RELAY_KINDS
+from coterie.deploy.runnable import made
 
 if TYPE_CHECKING:
     import polars
@@ -75,7 +76,7 @@ class NodeService:
         source: str | Path | polars.DataFrame | Images | Texts,
         state: Path,
         client: str | None = None,
-        make_algorithm: Callable[..., Algorithm] = make,
+        make_algorithm: Callable[..., Algorithm] = made,
         policy: Policy = TRUSTING,
         audit: AuditLog | None = None,
         log: Callable[[str], None] = lambda text: None,

@@ -12,7 +12,7 @@ from torch import Tensor
 import coterie
 from coterie._core import files, systems
 from coterie._core.errors import CoterieError
-from coterie.deploy import disclosure, messages, own_choice, wire
+from coterie.deploy import advice_job, disclosure, messages, own_choice, wire
 from coterie.deploy.client_state import CallId, ClientStateFiles
 from coterie.deploy.consent import AGAIN, Refusal
 from coterie.deploy.node_data import Message
@@ -23,6 +23,7 @@ from coterie.deploy.replica import Replica
 from coterie.deploy.secure_sums import NodeSums
 from coterie.engine.resplit import joined
 from coterie.models.causal_lm import CausalLM
+from coterie.select.survey import Survey
 from coterie.train.run import REFIT
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class OpenRun:
 
     def finish(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Message:
         """Write this node's models where `coterie predict` finds them; remove states and other models."""
+        if isinstance(self.algorithm, Survey):
+            return self._advise()
         home = self.folder.with_name(self.folder.name.removesuffix(AGAIN))
         t, target = int(header["round"]), home / "run"
         if not self._path(t).exists() and target.exists():
@@ -195,6 +198,15 @@ class OpenRun:
         for old in (self.folder / "models").glob("*.safetensors"):
             systems.discard(old)
         return self._told([self.names[k] for k in keeps]), {}
+
+    def _advise(self) -> Message:
+        """Write the advice for this node's clients, which stays here."""
+        if self.current is not None:
+            advice_job.write(self.folder, self.runtime, self.names)
+            self.log(f"advice for this node's clients: {self.folder / advice_job.FILE}")
+        if self.privacy is not None:
+            self.privacy.finish()
+        return {}, {}
 
     def _chosen(self, models: Tensor, t: int, target: Path) -> tuple[Tensor, list[int]]:
         """Return the models to be deployed and the clients that keep what they trained alone.

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from coterie._core import files
 from coterie._core.errors import SettingError, nearest
-from coterie.algorithms import all_algorithms
 from coterie.algorithms.base import DISCLOSURES
 from coterie.data import column_types as columns
 from coterie.data import federated, grouping
 from coterie.data.federated import Roles
+from coterie.deploy.runnable import runnable
 from coterie.models.description import description
 from coterie.models.installed import installed
 from coterie.models.metrics import names
@@ -41,7 +41,7 @@ STRICT = ("nothing", "aggregate", "gradient", "model")
 def _methods() -> tuple[str, ...]:
     """Return the methods that can do without phases that reveal a personal model or single rows."""
     found = []
-    for name, cls in all_algorithms().items():
+    for name, cls in runnable().items():
         words = {word for phase, word in cls.reveals.items() if phase not in cls.optional}
         if words and words <= set(STRICT):
             found.append(name)
@@ -153,6 +153,7 @@ class Policy:
         --------
         >>> import polars
         >>> from coterie.data.federated import Roles
+        from coterie.deploy.runnable import runnable
         >>> table = polars.DataFrame({"site": ["a", "b"], "age": [30, 50], "name": ["Ann", "Bo"], "ill": [0, 1]})
         >>> Policy.strict(table, Roles("site", "ill", drop=("name",))).columns
         {'age': 'numeric'}
@@ -192,7 +193,7 @@ class Policy:
 
     def allowing(self, methods: Sequence[str], models: Sequence[str] = ()) -> Policy:
         """Return the policy with further methods allowed, with the phases and models that they need, and models."""
-        known = all_algorithms()
+        known = runnable()
         for name in methods:
             if name not in known:
                 raise SettingError(f"no algorithm {name!r}.{nearest(name, known)}")
@@ -288,10 +289,8 @@ class Policy:
             if word not in DISCLOSURES:
                 raise SettingError(f"{path}: [methods] reveal: {word!r}.{nearest(word, DISCLOSURES)}")
         for name in self.algorithms or ():
-            if name not in all_algorithms():
-                raise SettingError(
-                    f"{path}: [methods] no algorithm {name!r}.{nearest(name, all_algorithms())}"
-                )
+            if name not in runnable():
+                raise SettingError(f"{path}: [methods] no algorithm {name!r}.{nearest(name, runnable())}")
         whole = (
             "rounds",
             "messages_per_run",

@@ -70,13 +70,7 @@ class RowPrivacy:
 
     def grad(self, client: Client, x: Tensor, use: str) -> Tensor:
         """Return noisy mean gradients at x [..., d] of the clients of a stack."""
-        at = torch.arange(len(self.ids)) if client.at is None else client.at.view(-1)
-        if self.counts:
-            if bool((self.used[at] >= self.steps).any()):
-                raise BudgetSpent(
-                    f"{use} asks for more than the {self.steps} noisy gradients that were planned"
-                )
-            self.used[at] += 1
+        at = self._paid(client, use)
         flat = x.reshape(len(at), -1)
         total = self._clipped_sums(client.model, flat, at, use)
         for k, i in enumerate(at.tolist()):
@@ -104,6 +98,46 @@ class RowPrivacy:
             grads = grads * (self.settings.clip / length.clamp(min=1e-30)).clamp(max=1.0)
             total.index_add_(0, whose, grads)
         return total
+
+    def gram(self, client: Client) -> tuple[Tensor, Tensor]:
+        """Return noisy sums of zz' over rows z = (x, y) of a regression, and the variance of their noise.
+
+        A row counts up to the length C = clip sqrt(2 (d + 1)), about 1.4 times that of a standardised row, so that the
+        entries of zz', each pair off the diagonal once and times sqrt(2), are a vector of length C^2 at most. They get
+        noise in proportion. What cannot be told from noise is then set to zero: directions of x in which the sum is
+        below the noise's largest eigenvalue.
+
+        Returns
+        -------
+        tuple of Tensor
+            Sums [..., d + 1, d + 1], and the variance of the noise in a diagonal entry, [..., 1]; half of it elsewhere.
+        """
+        at = self._paid(client, "moments")
+        x, y = self.rows.x, self.rows.y
+        d = x.shape[1]
+        bound = self.settings.clip * math.sqrt(2 * (d + 1))
+        found = []
+        for i in at.tolist():
+            own = slice(int(self.rows.start[i]), int(self.rows.start[i]) + int(self.rows.size[i]))
+            total = clipped_gram(torch.cat([x[own], y[own].unsqueeze(-1)], 1).double(), bound)
+            deviation = float(self.scale[i]) * bound**2
+            drawn = self.noise.normal(f"{client.use} moments of {self.ids[i]}", (d + 1, d + 1))
+            upper = deviation * (drawn.triu(1) / math.sqrt(2) + torch.diag(drawn.diagonal()))
+            found.append(_distinct(total + upper + upper.triu(1).mT, deviation))
+        blur = (self.scale[at] * bound**2).square()
+        lead = client.lead
+        return torch.stack(found).view(*lead, d + 1, d + 1).to(x.device), blur.view(*lead, 1).to(x.device)
+
+    def _paid(self, client: Client, use: str) -> Tensor:
+        """Count one more look at the rows of a stack of clients, and return their places."""
+        at = torch.arange(len(self.ids)) if client.at is None else client.at.view(-1)
+        if self.counts:
+            if bool((self.used[at] >= self.steps).any()):
+                raise BudgetSpent(
+                    f"{use} asks for more than the {self.steps} noisy answers that were planned"
+                )
+            self.used[at] += 1
+        return at
 
     def spent(self) -> Tensor:
         """Return epsilon of the rows of every client so far, [k]."""
@@ -135,6 +169,39 @@ class Counting(RowPrivacy):
         """Return zeros."""
         self.used[slice(None) if client.at is None else client.at] += 1
         return torch.zeros_like(x)
+
+    def gram(self, client: Client) -> tuple[Tensor, Tensor]:
+        """Return zeros."""
+        self.used[slice(None) if client.at is None else client.at] += 1
+        size = client.model.d + 1
+        return torch.zeros(*client.lead, size, size).double(), torch.zeros(*client.lead, 1).double()
+
+
+def clipped_gram(z: Tensor, bound: float) -> Tensor:
+    """Return the sum of zz' over rows z [R, m], each shortened to a bound.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.engine.row_privacy import clipped_gram
+    >>> clipped_gram(torch.tensor([[3.0, 4.0]]), 1.0)
+    tensor([[0.3600, 0.4800],
+            [0.4800, 0.6400]])
+    """
+    length = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    z = z * (bound / length.clamp(min=1e-300)).clamp(max=1.0)
+    return z.mT @ z
+
+
+def _distinct(total: Tensor, deviation: float) -> Tensor:
+    """Return noisy sums of zz' without the directions of x that may be nothing but noise."""
+    d = len(total) - 1
+    values, vectors = torch.linalg.eigh(total[:d, :d])
+    keep = vectors[:, values > deviation * math.sqrt(2 * d)]
+    onto = torch.block_diag(keep @ keep.mT, torch.ones(1, 1, dtype=total.dtype))
+    cleaned: Tensor = onto @ total @ onto
+    cleaned[d, d] = cleaned[d, d].clamp_min(0.0)
+    return cleaned
 
 
 def row_gradients(model: Model, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -175,6 +242,6 @@ def _rounded_up(rate: Tensor) -> Tensor:
     return ((rate / digit - 1e-9).ceil() * digit).clamp(max=1.0)
 
 
-def planned_steps(count: int, rounds: int) -> int:
-    """Return the noisy gradients of a run with `count` of them in a round, at least one."""
-    return max(1, math.ceil(count * rounds))
+def planned_steps(count: int, rounds: int, first: int = 0) -> int:
+    """Return the noisy answers of a run with `count` of them in a round and `first` before, at least one."""
+    return max(1, math.ceil(count * rounds) + first)

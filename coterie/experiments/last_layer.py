@@ -25,12 +25,12 @@ from coterie.experiments.spec import Experiment, Table
 
 METHODS = ("local", "fedavg", "ftfa", "rtfa", "maml-fl", "pfedme")
 TUNED = ("ftfa", "rtfa", "maml-fl")
-RATES = (0.1, 0.3, 1.0)  # local step sizes of FedAvg and MAML-FL
-TUNING_RATES = (0.01, 0.03, 0.1, 0.3)  # step sizes of fine-tuning
+RATES = (0.1, 0.3, 1.0, 3.0, 10.0)  # local step sizes of FedAvg and MAML-FL
+TUNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # step sizes of fine-tuning
 PENALTIES = (0.01, 0.1, 1.0)  # lam of RTFA
-LOCAL_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+LOCAL_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 PROXIMAL = ((0.05, 1.0), (0.05, 2.0), (0.005, 2.0))  # step size and beta of pFedMe, as in the paper
-PROXIMAL_LARGER = ((0.15, 1.0), (0.5, 1.0))
+PROXIMAL_LARGER = ((0.15, 1.0), (0.5, 1.0), (1.5, 1.0))
 EPOCHS = (0, 1, 2, 5, 10, 20)  # of fine-tuning in the figure on personalisation; for pFedMe, steps
 PAPER_EPOCHS = 10
 Curve = dict[int, float]
@@ -81,10 +81,27 @@ def last_layer(experiment: Experiment, seed: int) -> Table:
     for name, algorithm in chosen.items():
         wanted = ("lr", "tuning_lr", "lam", "beta")
         found |= {f"{name} {key}": value for key, value in algorithm.settings().items() if key in wanted}
+    found["steps at the upper end of their grids"] = float(len(at_the_end(chosen)))
     places = list(base.curves["ftfa"])
     average = [float(np.mean([run.curves["ftfa"][t] for run in runs.values()])) for t in places]
     found["curve"] = {"split": "test", "metric": "accuracy of FTFA", "rounds": places, "values": average}
     found["plots"] = {"methods": _plot(runs)}
+    return found
+
+
+def at_the_end(chosen: dict[str, Algorithm]) -> list[str]:
+    """Return the step sizes that are the largest of their grids, by method; larger ones might be better.
+
+    pFedMe is left out: its grid is the paper's, and larger steps are measured beside it.
+    """
+    grids = {"lr": RATES, "tuning_lr": TUNING_RATES}
+    found = []
+    for name, algorithm in chosen.items():
+        values = algorithm.settings()
+        for key, grid in grids.items():
+            most = max(LOCAL_RATES if name == "local" else grid)
+            if name != "pfedme" and values.get(key) == most:
+                found.append(f"{name} {key}")
     return found
 
 

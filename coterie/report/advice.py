@@ -41,6 +41,9 @@ def advice_tables(advice: Advice, most: int = 15) -> list[str | Table]:
     >>> table.row_count
     4
     """
+    sent = f"The advice took {advice.floats_up:.0f} floats up and {advice.floats_down:.0f} down per client."
+    if advice.own is None:
+        return [advice.text(), sent]
     more = f" (first {most} of {len(advice.names)})" if len(advice.names) > most else ""
     table = Table(title=f"Recommended for each client{more}", caption=MEANING)
     for name in ("client", "rows per feature", "noise", "distance", "method", "lambda", "error"):
@@ -57,7 +60,6 @@ def advice_tables(advice: Advice, most: int = 15) -> list[str | Table]:
             _short(advice.lams[k]),
             _interval(low, high),
         )
-    sent = f"The advice took {advice.floats_up:.0f} floats up and {advice.floats_down:.0f} down per client."
     return [advice.text(), table, sent]
 
 

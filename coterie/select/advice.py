@@ -16,16 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.errors import SettingError
 from coterie.algorithms import Algorithm, make
 from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
 from coterie.models.linear import Linear
 from coterie.select import calibration
-from coterie.select.survey import Findings, require_head
+from coterie.select.prospects import FAMILY as FAMILY
+from coterie.select.prospects import METHODS as METHODS
+from coterie.select.prospects import SHARED as SHARED
+from coterie.select.prospects import ClientAdvice, largest, number
+from coterie.select.survey import FAR, Findings, Survey
+from coterie.select.survey_phases import coarse
 from coterie.theory import held_out, learned_centre, risk
 from coterie.train.divergence import largest_curvature
 
-METHODS = ("local", "ridge-local", "fedavg", "ftfa", "rtfa")
 EXPLANATIONS = {
     "local": "each client trains alone",
     "ridge-local": "each client trains alone with a ridge penalty",
@@ -33,12 +38,11 @@ EXPLANATIONS = {
     "ftfa": "the shared model, fine-tuned by each client",
     "rtfa": "the shared model, fine-tuned by each client and kept near it",
 }
-SHARED = ("fedavg", "ftfa", "rtfa")
 CLEAR = 1.0  # standard errors from zero beyond which the gain from sharing is clear
 SURE = 0.9  # probability that sharing helps, or does not, from which on the advice is given without reserve
 FLAT = 100.0  # ratio of penalties with about the same error that is worth a warning
 SHIFTED = 1.0  # difference between the clients' covariances that is worth a warning
-TAIL = 8.0  # distance over the median one that is worth a warning
+BLURRED = 0.7  # share of noise for privacy in what is known of clients from which on nothing can be told
 MATTERS = 0.05  # differences below this share of the error do not matter
 FEWEST_CLIENTS = 4
 
@@ -55,32 +59,19 @@ class Advice:
         Whether sharing is better, or training alone, with a probability of at least 0.9, or the choice matters little.
     why, change
         Reasons, and what would change the recommendation, one sentence each.
-    names, methods, lams
-        Clients, and the best method and penalty for each.
-    risks, intervals
-        Predicted squared error beyond the noise [n] and its 90 % interval [n, 2], by method.
-    sigma2, r2, rho2, gamma
-        Estimates per client [n]: noise variance, squared distance to the shared model and to zero, features per row.
+    names, own
+        Clients that were asked, and the advice for each of them; None where only sums left the clients.
+    risk
+        Predicted squared error beyond the noise by method, mean over clients.
     floats_up, floats_down
         Numbers sent per client to get the advice.
-    lam_alone, lam_shared
-        Best penalty per client [n] around zero and around the shared model.
     sharing
         Probability that a shared model is better than training alone; NaN where it is not known: for models other than
-        linear regression.
-    probability, client_probabilities
-        Probability that the recommended method is the best of the five, for the federation and for each client [n].
+        linear and logistic regression, and where a probe overruled the survey.
+    probability
+        Probability that the recommended method is the best of the five; for linear regression.
     lam_interval, lam_flat
         90 % interval of the best penalty, and the penalties whose predicted error is within 1 % of the lowest.
-
-    Examples
-    --------
-    >>> import coterie
-    >>> fed = coterie.Federation.from_table("heart_disease", "hospital", "sick")
-    >>> advice = coterie.advise(fed, probe=0)
-    >>> advice.method, advice.sure
-    ('rtfa', False)
-    >>> run = coterie.fit(fed, advice.algorithm(fed), rounds=2)
     """
 
     method: str
@@ -89,23 +80,78 @@ class Advice:
     why: list[str]
     change: list[str]
     names: list[str] = field(repr=False)
-    methods: list[str] = field(repr=False)
-    lams: Tensor = field(repr=False)
-    risks: dict[str, Tensor] = field(repr=False)
-    intervals: dict[str, Tensor] = field(repr=False)
-    sigma2: Tensor = field(repr=False)
-    r2: Tensor = field(repr=False)
-    rho2: Tensor = field(repr=False)
-    gamma: Tensor = field(repr=False)
+    own: ClientAdvice | None = field(repr=False)
+    risk: dict[str, float] = field(repr=False)
     floats_up: float = field(repr=False)
     floats_down: float = field(repr=False)
-    lam_alone: Tensor = field(repr=False)
-    lam_shared: Tensor = field(repr=False)
     sharing: float = math.nan
     probability: float = math.nan
-    client_probabilities: Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
     lam_interval: tuple[float, float] = field(default=(math.nan, math.nan), repr=False)
     lam_flat: tuple[float, float] = field(default=(math.nan, math.nan), repr=False)
+
+    @property
+    def clients(self) -> ClientAdvice:
+        """The advice for each client; raises `SettingError` where the clients keep it to themselves."""
+        if self.own is None:
+            raise SettingError(
+                "each client has its own advice, and only sums were sent: see advice.json at its node"
+            )
+        return self.own
+
+    @property
+    def methods(self) -> list[str]:
+        """Best method of each client."""
+        return self.clients.methods
+
+    @property
+    def lams(self) -> Tensor:
+        """Penalty of each client's best method [n]; NaN if it has none."""
+        return self.clients.lams
+
+    @property
+    def risks(self) -> dict[str, Tensor]:
+        """Predicted squared error beyond the noise [n], by method."""
+        return self.clients.risks
+
+    @property
+    def intervals(self) -> dict[str, Tensor]:
+        """90 % intervals of the errors [n, 2], by method."""
+        return self.clients.intervals
+
+    @property
+    def client_probabilities(self) -> Tensor:
+        """Probability that the method named for a client is its best, [n]."""
+        return self.clients.probabilities
+
+    @property
+    def sigma2(self) -> Tensor:
+        """Noise variance of each client, [n]."""
+        return self.clients.sigma2
+
+    @property
+    def r2(self) -> Tensor:
+        """Squared distance of each client to the shared model, [n]."""
+        return self.clients.r2
+
+    @property
+    def rho2(self) -> Tensor:
+        """Squared distance of each client to zero, [n]."""
+        return self.clients.rho2
+
+    @property
+    def gamma(self) -> Tensor:
+        """Features per row of each client, [n]."""
+        return self.clients.gamma
+
+    @property
+    def lam_alone(self) -> Tensor:
+        """Best penalty of each client around zero, [n]."""
+        return self.clients.lam_alone
+
+    @property
+    def lam_shared(self) -> Tensor:
+        """Best penalty of each client around the shared model, [n]."""
+        return self.clients.lam_shared
 
     def algorithm(self, fed: Federation) -> Algorithm:
         """Return the recommended method, ready for `coterie.fit` with a few hundred rounds."""
@@ -116,12 +162,14 @@ class Advice:
         penalty = f" with lambda = {self.lam:.3g}" if self.lam is not None else ""
         choice = f"{self.method}{penalty}: {EXPLANATIONS[self.method]}"
         sentence = f"Use {choice}." if self.sure else f"I cannot tell. If you must choose: {choice}."
-        if math.isnan(self.probability):
+        if math.isnan(self.sharing):
             return sentence
-        return (
-            f"{sentence} Sharing a model is better than training alone with probability {self.sharing:.2f}, "
-            f"{self.method} the best of the five methods with probability {self.probability:.2f}."
+        known = (
+            f"{sentence} Sharing a model is better than training alone with probability {self.sharing:.2f}"
         )
+        if math.isnan(self.probability):
+            return f"{known}."
+        return f"{known}, {self.method} the best of the five methods with probability {self.probability:.2f}."
 
     def text(self) -> str:
         """Return the recommendation, its reasons, and what would change it."""
@@ -132,35 +180,21 @@ class Advice:
 
     def json(self) -> dict[str, Any]:
         """Return the advice as JSON values, with a row for every client."""
-        rows = []
-        for k, name in enumerate(self.names):
-            row: dict[str, Any] = {"client": name, "method": self.methods[k]}
-            row["lam"] = _number(self.lams[k])
-            row |= {
-                "sigma2": _number(self.sigma2[k]),
-                "r2": _number(self.r2[k]),
-                "rho2": _number(self.rho2[k]),
-            }
-            row["gamma"] = _number(self.gamma[k])
-            row["risk"] = {method: _number(values[k]) for method, values in self.risks.items()}
-            row["interval"] = {
-                method: [_number(value) for value in values[k]] for method, values in self.intervals.items()
-            }
-            rows.append(row)
         return {
             "method": self.method,
             "lam": self.lam,
             "sure": self.sure,
-            "sharing": _number(self.sharing),
-            "probability": _number(self.probability),
-            "lam_interval": [_number(value) for value in self.lam_interval],
-            "lam_flat": [_number(value) for value in self.lam_flat],
+            "sharing": number(self.sharing),
+            "probability": number(self.probability),
+            "lam_interval": [number(value) for value in self.lam_interval],
+            "lam_flat": [number(value) for value in self.lam_flat],
             "verdict": self.verdict(),
             "why": self.why,
             "change": self.change,
             "floats_up_per_client": self.floats_up,
             "floats_down_per_client": self.floats_down,
-            "clients": rows,
+            "risk": {name: number(value) for name, value in self.risk.items()},
+            "clients": [] if self.own is None else self.own.json(self.names),
         }
 
 
@@ -183,75 +217,42 @@ def algorithm(method: str, lam: float | None, fed: Federation) -> Algorithm:
 
 
 def conclude(fed: Federation, found: Findings) -> Advice:
-    """Turn the findings of the survey into advice."""
-    lam_shared, best_shared = held_out.lowest(found.curve[:, 0], found.lam)
-    lam_alone, best_alone = held_out.lowest(found.curve[:, 1], found.lam)
-    lam_alone = lam_alone.clamp(max=_largest(found.lam))
-    errors = torch.stack(
-        [found.curve[:, 1, 0], best_alone, found.curve[:, 0, -1], found.curve[:, 0, 0], best_shared], 1
-    )
-    kinds = torch.tensor([0 if name in SHARED else 1 for name in METHODS])
-    excess = (errors - found.noise[:, kinds]).clamp_min(0.0)
-    means = errors.mean(0)
-    share, clear = _centre_helps(found, float(means[kinds == 1].min() - means[kinds == 0].min()))
-    allowed = torch.tensor([share == (method in SHARED) for method in METHODS])
-    masked = torch.where(allowed, errors, math.inf)
-    picks = masked.argmin(1)
-    lams = torch.where(picks == METHODS.index("rtfa"), lam_shared, math.nan)
-    lams = torch.where(picks == METHODS.index("ridge-local"), lam_alone, lams)
-    method, lam = _for_everybody(masked.mean(0), found, share)
-    noise = found.noise[:, 0] if share else found.noise[:, 1]
-    risks = {name: excess[:, k] for k, name in enumerate(METHODS)}
-    intervals = calibration.intervals(found, excess)
-    probability, own_probabilities = _probabilities(found, excess, share, allowed)
-    flat = calibration.flat_range(found, share)
-    columns = require_head(fed.model).columns
-    gamma = columns / found.rows
-    r2, rho2 = found.distance[:, 0] * columns, found.distance[:, 1] * columns
-    mean = {name: float(value.mean()) for name, value in risks.items()}
-    little = _matters_little(found, float(best_shared.mean()), float(best_alone.mean()))
-    sharing = calibration.sharing(found) if found.exact else math.nan
-    convinced = max(sharing, 1 - sharing) >= SURE if found.exact else clear
-    sure = (convinced or little) and fed.n >= FEWEST_CLIENTS
-    names = [fed.names[int(k)] for k in found.ids]
-    visits = max(1, fed.n)
+    """Turn the findings of the survey into advice, and tell the clients what is recommended to all."""
+    means = found.errors
+    share, clear = _centre_helps(found, float(means[~FAMILY].min() - means[FAMILY].min()))
+    allowed = FAMILY == share
+    method, lam = _for_everybody(torch.where(allowed, means, math.inf), found, share)
+    sharing = calibration.sharing(found)
+    far, covariance = Survey().settle(fed, found, share, sharing)
+    own = None if found.prospects is None else found.prospects.advised(share, sharing)
+    flat, places = calibration.flat_range(found, share), coarse(found.lam)
+    little = _matters_little(found, float(means[FAMILY].min()), float(means[~FAMILY].min()))
+    convinced = max(sharing, 1 - sharing) >= SURE if found.calibrated else clear
+    drowned = found.blur > BLURRED
+    family = sharing if share else 1 - sharing
+    within = calibration.best_of_family(found.excess[allowed])
+    risk = {name: float(value) for name, value in zip(METHODS, found.excess, strict=True)}
     return Advice(
         method=method,
         lam=lam,
-        sure=sure,
-        why=[*_reasons(fed, found, mean, share, clear, little), *_warnings(found, r2, flat)],
-        change=_changes(fed, found, r2, rho2, noise, share, clear),
-        names=names,
-        methods=[METHODS[int(k)] for k in picks],
-        lams=lams,
-        risks=risks,
-        intervals=intervals,
-        sigma2=noise,
-        r2=r2,
-        rho2=rho2,
-        gamma=gamma,
-        floats_up=fed.ledger.total("floats_up") / visits,
-        floats_down=fed.ledger.total("floats_down") / visits,
-        lam_alone=lam_alone,
-        lam_shared=lam_shared,
-        sharing=sharing,
-        probability=probability,
-        client_probabilities=own_probabilities,
-        lam_interval=calibration.penalty_interval(found, share),
+        sure=(convinced or little) and found.clients >= FEWEST_CLIENTS and not drowned,
+        why=[*_reasons(found, risk, share, clear, little), *_warnings(found, far, flat)],
+        change=_changes(found, share, clear),
+        names=found.names,
+        own=own,
+        risk=risk,
+        floats_up=fed.ledger.total("floats_up") / max(1, found.clients),
+        floats_down=fed.ledger.total("floats_down") / max(1, found.clients),
+        sharing=math.nan if drowned else sharing,
+        probability=math.nan if drowned or not found.exact else family * within,
+        lam_interval=calibration.penalty_interval(
+            found.lam[places], found.curve[0 if share else 1][places], covariance
+        ),
         lam_flat=flat,
     )
 
 
-def _probabilities(found: Findings, excess: Tensor, share: bool, allowed: Tensor) -> tuple[float, Tensor]:
-    """Return the probability that the best method is recommended, for all clients together and for each."""
-    if not found.exact:
-        return math.nan, torch.full((len(excess),), math.nan)
-    family = calibration.sharing(found) if share else 1 - calibration.sharing(found)
-    own = [calibration.client_probability(one, allowed, family) for one in excess]
-    return family * calibration.best_of_family(excess.mean(0)[allowed]), torch.tensor(own)
-
-
-def _warnings(found: Findings, r2: Tensor, flat: tuple[float, float]) -> list[str]:
+def _warnings(found: Findings, far: int, flat: tuple[float, float]) -> list[str]:
     """Return notes on what the estimates rest on and the data do not fulfil."""
     parts = []
     if flat[1] > FLAT * max(flat[0], 1e-12):
@@ -266,11 +267,15 @@ def _warnings(found: Findings, r2: Tensor, flat: tuple[float, float]) -> list[st
         parts.append(
             "The features vary differently from client to client, so predicted errors are less certain."
         )
-    far = r2 > TAIL * r2.median()
-    if r2.median() > 0 and far.any():
+    if far:
         parts.append(
-            f"{int(far.sum())} of {len(r2)} clients are more than {TAIL:g} times as far from the shared model as the "
-            "median client: distances are not normal, and groups or outliers are likely."
+            f"{far} of {found.clients} clients are more than {FAR:g} times as far from the shared model as is usual: "
+            "distances are not normal, and groups or outliers are likely."
+        )
+    if found.blur > BLURRED:
+        parts.append(
+            f"Noise for privacy makes up {found.blur:.0%} of what is known of the clients, so the rest says little: "
+            "spend more (--epsilon), or ask clients with more rows or fewer columns."
         )
     return parts
 
@@ -296,27 +301,20 @@ def _for_everybody(mean: Tensor, found: Findings, share: bool) -> tuple[str, flo
     method = METHODS[int(mean.argmin())]
     if method not in ("ridge-local", "rtfa"):
         return method, None
-    curve = found.curve[:, 0 if share else 1].mean(0)
+    curve = found.curve[0 if share else 1]
     lam, _ = held_out.lowest(curve, found.lam)
     if lam == 0:
         return ("ftfa" if share else "local"), None
     if share and math.isinf(lam):
         return "fedavg", None
-    return method, min(float(lam), _largest(found.lam))
+    return method, min(float(lam), largest(found.lam))
 
 
-def _largest(lam: Tensor) -> float:
-    """Return the largest finite penalty: a model of one's own that is pulled to zero without end is no method."""
-    return float(lam[lam.isfinite()].max())
-
-
-def _reasons(
-    fed: Federation, found: Findings, mean: dict[str, float], share: bool, clear: bool, little: bool
-) -> list[str]:
+def _reasons(found: Findings, mean: dict[str, float], share: bool, clear: bool, little: bool) -> list[str]:
     """Return the reasons for the recommendation."""
-    rows, columns = float(found.rows.median()), require_head(fed.model).columns
+    rows, columns = float(found.rows.median()), found.columns
     parts = [
-        f"There are {fed.n} clients with {rows:.0f} rows each (median) and {columns} features: "
+        f"There are {found.clients} clients with {rows:.0f} rows each (median) and {columns} features: "
         f"{rows / columns:.2g} rows per feature.",
         _evidence(found, share, clear),
     ]
@@ -326,8 +324,8 @@ def _reasons(
         parts.append("Sharing changes the error by less than 5 % here, so either choice is fine.")
     elif not clear:
         parts.append("So these rows do not show whether a shared model helps, and the choice may matter.")
-    if fed.n < FEWEST_CLIENTS:
-        parts.append(f"{fed.n} clients are too few to estimate what clients have in common.")
+    if found.clients < FEWEST_CLIENTS:
+        parts.append(f"{found.clients} clients are too few to estimate what clients have in common.")
     if float(found.rows.sum()) < 2 * columns and share:
         parts.append(
             "All clients together have fewer than two rows per feature, so the shared model is imprecise."
@@ -353,20 +351,19 @@ def _evidence(found: Findings, share: bool, clear: bool) -> str:
     )
 
 
-def _changes(
-    fed: Federation, found: Findings, r2: Tensor, rho2: Tensor, noise: Tensor, share: bool, clear: bool
-) -> list[str]:
-    """Say how many more rows or clients would change the advice, by the asymptotic risks at the median client."""
-    columns = require_head(fed.model).columns
-    n, near, far, s2 = (float(value.median()) for value in (found.rows, r2, rho2, noise))
+def _changes(found: Findings, share: bool, clear: bool) -> list[str]:
+    """Say how many more rows or clients would change the advice, by the asymptotic risks at a typical client."""
+    columns, n = found.columns, float(found.rows.median())
+    near, far = (found.distance * columns).tolist()
+    s2 = float(found.noise[0 if share else 1])
     lines = []
     if not clear and not found.exact:
         lines.append("More clients, or more rows each, would show whether sharing helps.")
     elif not clear:
-        needed = fed.n * (CLEAR * found.doubt / max(abs(found.support), 1e-300)) ** 2
+        needed = found.clients * (CLEAR * found.doubt / max(abs(found.support), 1e-300)) ** 2
         lines.append(
             f"About {2 * needed:.0f} clients like these would show whether sharing helps."
-            if needed < 20 * fed.n
+            if needed < 20 * found.clients
             else "Both choices are so close that more clients like these would hardly settle it."
         )
     if share:
@@ -383,10 +380,10 @@ def _changes(
         else:
             lines.append("Even a hundred times the rows per client would not make training alone as good.")
         return lines
-    own_error = learned_centre.centre_error(gamma=columns / n, r2=near, sigma2=s2, clients=fed.n).risk
+    own_error = learned_centre.centre_error(gamma=columns / n, r2=near, sigma2=s2, clients=found.clients).risk
     common = far - near + own_error
     if common > 0.1 * own_error:
-        needed = math.ceil(max(1.5, 2 * own_error / common) * fed.n)
+        needed = math.ceil(max(1.5, 2 * own_error / common) * found.clients)
         lines.append(
             f"With about {needed} clients like these the shared model would be precise enough to help."
         )
@@ -396,9 +393,3 @@ def _changes(
             "clients, might."
         )
     return lines
-
-
-def _number(value: Any) -> float | None:
-    """Return a float, or None if it is not finite, for JSON."""
-    value = float(value)
-    return value if math.isfinite(value) else None

@@ -12,7 +12,16 @@ from torch import Tensor
 from coterie._core.errors import SettingError
 from coterie.engine.federation import Federation
 from coterie.models.heads import head_of
-from coterie.select.advice import EXPLANATIONS, METHODS, Advice, algorithm, conclude
+from coterie.select.advice import (
+    EXPLANATIONS,
+    FEWEST_CLIENTS,
+    METHODS,
+    SHARED,
+    Advice,
+    algorithm,
+    conclude,
+)
+from coterie.select.prospects import ClientAdvice
 from coterie.select.survey import Survey
 from coterie.train.fit import fit
 
@@ -51,8 +60,10 @@ def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
     shown = ", ".join(f"{name} {float(value.nanmean()):.4g}" for name, value in losses.items())
     why = [*advice.why, f"A probe of {rounds} rounds has the validation losses {shown}."]
     changes: dict[str, Any] = {"why": why, **_traffic(fed)}
-    if best == advice.method or best not in losses:
-        return dataclasses.replace(advice, **changes)
+    if best == advice.method:
+        rivals = [name for name in losses if (name in SHARED) != (best in SHARED)]
+        confirmed = fed.n >= FEWEST_CLIENTS and all(_clearly(losses[name], losses[best]) for name in rivals)
+        return dataclasses.replace(advice, sure=advice.sure or confirmed, **changes)
     if gap > CERTAIN * error:
         why.append(
             f"In the probe {best} beats {advice.method} by more than two standard errors between clients, "
@@ -62,7 +73,9 @@ def checked(fed: Federation, advice: Advice, rounds: int) -> Advice:
             f"The probe used {int(fed.rows['validation'].sum())} validation rows of {fed.n} clients; more of "
             "them, or a longer probe (--probe), could still change the advice."
         ]
-        changes |= {"methods": [best] * fed.n, "lams": torch.full((fed.n,), candidates[best] or math.nan)}
+        lams = torch.full((fed.n,), candidates[best] or math.nan)
+        changes["sharing"] = math.nan  # the survey's, which the probe contradicts
+        changes["own"] = dataclasses.replace(advice.clients, methods=[best] * fed.n, lams=lams)
         return dataclasses.replace(advice, method=best, lam=candidates[best], **changes)
     why.append(f"The probe favours {best}, but within its uncertainty.")
     relative = gap / max(float(losses[best].nanmean()), 1e-300)
@@ -105,6 +118,19 @@ def from_probe_alone(fed: Federation, rounds: int) -> Advice:
         )
     risks = {name: losses.get(name, unknown) for name in METHODS}
     picks = torch.stack([losses[name].nan_to_num(math.inf) for name in losses]).argmin(0)
+    own = ClientAdvice(
+        methods=[list(losses)[int(k)] for k in picks],
+        lams=torch.tensor([0.1 if list(losses)[int(k)] == "rtfa" else math.nan for k in picks]),
+        risks=risks,
+        intervals={name: torch.stack([value, value], 1) for name, value in risks.items()},
+        probabilities=unknown,
+        lam_alone=unknown,
+        lam_shared=unknown,
+        sigma2=unknown,
+        r2=unknown,
+        rho2=unknown,
+        gamma=fed.d / fed.sizes.squeeze(-1).cpu(),
+    )
     return Advice(
         method=best,
         lam=candidates[best],
@@ -112,16 +138,8 @@ def from_probe_alone(fed: Federation, rounds: int) -> Advice:
         why=why,
         change=["A longer probe, or more validation rows, would reduce the uncertainty."],
         names=list(fed.names),
-        methods=[list(losses)[int(k)] for k in picks],
-        lams=torch.tensor([0.1 if list(losses)[int(k)] == "rtfa" else math.nan for k in picks]),
-        risks=risks,
-        intervals={name: torch.stack([value, value], 1) for name, value in risks.items()},
-        sigma2=unknown,
-        r2=unknown,
-        rho2=unknown,
-        gamma=fed.d / fed.sizes.squeeze(-1).cpu(),
-        lam_alone=unknown,
-        lam_shared=unknown,
+        own=own,
+        risk=mean,
         **_traffic(fed),
     )
 

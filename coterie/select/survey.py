@@ -2,70 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie._core import randomness
-from coterie._core.errors import SettingError
-from coterie.algorithms.base import Algorithm, Reveals
-from coterie.engine.client import Client
+from coterie._core.errors import RunError
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
-from coterie.models.base import Model, dot
-from coterie.models.glm import Glm
-from coterie.models.heads import features, head_of, linearised
+from coterie.engine.state import State
+from coterie.models.base import Model
+from coterie.models.glm import Logistic
 from coterie.models.linear import Linear
-from coterie.theory import held_out, left_out
-from coterie.theory.held_out import Profile
+from coterie.select.prospects import METHODS, Prospects
+from coterie.select.survey_phases import TERMS, SurveyPhases, coarse
+from coterie.select.survey_rows import require_head, unpacked
+from coterie.theory import held_out
 
 SCORING_STEPS = 15  # of Fisher scoring for the common variance curve
 SHIFTS = 3  # passes over the spreads between clients
 SOLVER_STEPS = 200  # of L-BFGS
 MOST_COLUMNS = 300  # send X'X up to this width; beyond it gradients are fewer numbers
+FAR = 8.0  # times the typical distance to the shared model that is worth a warning
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Estimates of the survey: held-out error by penalty [n, 2, L], around the shared model and zero, and the rest."""
+    """Estimates of the survey, all of them sums over clients, and single clients' where these may be read.
 
-    ids: Tensor
-    lam: Tensor  # [L], with 0 and infinity
+    Attributes
+    ----------
+    clients, rows, columns
+        Clients that answered, training rows of each [n], features.
+    lam : Tensor
+        Penalties, [L], with 0 and infinity.
+    curve : Tensor
+        Mean predicted error by penalty around the shared model and around zero, [2, L].
+    excess : Tensor
+        Mean predicted error beyond the noise of every method at each client's best penalty, [methods].
+    errors : Tensor
+        The same with the noise, [methods].
+    noise, distance
+        Geometric means over clients, [2].
+    support, doubt
+        Squared prediction per row that a shared model explains, minus what its own error adds, and its standard error.
+    exact : bool
+        True: shared models without one client each; False: models of two halves of the clients.
+    shift : float
+        How much the covariance of the features differs between clients, beyond chance.
+    blur : float
+        Share of noise that was added for privacy in what is known of a client's model, mean over directions.
+    prospects : Prospects or None
+        Predicted errors of every client; None where only sums are known.
+    names : list of str
+        Clients that answered.
+    calibrated : str
+        Worlds whose calibration applies: "linear", "classes", or "" where there is none.
+    """
+
+    clients: int
+    rows: Tensor
+    columns: int
+    lam: Tensor
     curve: Tensor
-    error: Tensor  # standard deviation of `curve`
-    noise: Tensor  # [n, 2]
-    distance: Tensor  # [n, 2], squared, to the shared model and to zero
-    rows: Tensor  # [n]
-    support: float  # squared prediction per row that a shared model explains, minus what its own error adds
-    doubt: float  # standard error of `support`
-    exact: bool  # True: shared models without one client each; False: models of two halves of the clients
-    columns: int = 1  # features
-    shift: float = 0.0  # how much the covariance of the features differs between clients, beyond chance
+    excess: Tensor
+    errors: Tensor
+    noise: Tensor
+    distance: Tensor
+    support: float
+    doubt: float
+    exact: bool
+    shift: float
+    blur: float
+    prospects: Prospects | None
+    names: list[str]
+    calibrated: str = ""
 
 
 @dataclass(frozen=True)
-class Survey(Algorithm):
+class Survey(SurveyPhases):
     """Estimate variance components from residuals at models without the client (after Cheng, Chadha, Duchi 2022)."""
 
-    batch: int = field(default=0, kw_only=True)
+    def start(self, fed: Federation) -> State:
+        """Ask for the one thing that rows are read for; the rest follows from it (`row_privacy` counts it)."""
+        fed.map(self.moments)
+        return State()
 
-    reveals: ClassVar[Reveals] = {
-        "moments": "gradient",
-        "look_without_me": "aggregate",
-        "look": "aggregate",
-        "slope": "gradient",
-        "sums": "aggregate",
-        "weigh": "aggregate",
-        "lean": "aggregate",
-        "predict": "aggregate",
-        "predict_exactly": "aggregate",
-        "predict_left_out": "aggregate",
-    }
+    def round(self, fed: Federation, s: State, t: int) -> State:
+        """Return the state as it is: a survey has no rounds."""
+        return s
 
     def carry_out(self, fed: Federation, pretrained: Tensor | None = None) -> Findings:
-        """Run the survey: shared models, residuals at them, and sums of a few numbers per client.
+        """Run the survey: shared models, residuals at them, and means of a few numbers per client.
 
         Parameters
         ----------
@@ -77,241 +108,122 @@ class Survey(Algorithm):
         Returns
         -------
         Findings
+
+        Raises
+        ------
+        RunError
+            A client that took part at first does not answer.
         """
         head = require_head(fed.model)
         if pretrained is not None:
             fed.map(self.receive, pretrained=pretrained)
         exact = head is fed.model and isinstance(head, Linear) and head.d <= MOST_COLUMNS and fed.n > 2
-        seen, lam = self._leave_out(fed, head.d) if exact else self._compare_halves(fed, head.d)
-        totals = seen["facts"].sum(0)
+        totals, lam, who = self._leave_out(fed, head.d) if exact else self._compare_halves(fed, head.d)
+        rows = fed.sizes.squeeze(-1)[who].cpu().double()
+        total, n = float(rows.sum()), len(who)
         unit = (totals[:2] / totals[2:4].clamp_min(1.0)).clamp_min(1e-300)
-        a = torch.stack([self._shape(fed, kind, unit, totals[4:6]) for kind in (0, 1)])
+        a = self._shape(fed, unit, totals, total)
         shift, choice = self._spreads(fed, a, unit)
+        level = float(totals[5] / total)
         common: dict[str, Any] = {
             "a": a,
             "shift": shift,
             "unit": unit,
-            "lam": lam.to(a),
+            "scale": _scale(lam),
+            "level": level,
             "first": choice[0],
             "second": choice[1],
         }
         if exact:
             plain = not a[:, 2:].any()
             r = fed.map(self.predict_exactly if plain else self.predict_left_out, **common)
-            gain = r["gain"].squeeze(-1)
-            support, doubt = float(gain.mean()), float(gain.std() / len(gain) ** 0.5)
         else:
-            agreement, gap, rows = (float(value) for value in totals[6:9])
-            excess = gap / 4 / float(totals[0]) * float(unit[0]) if rows >= 4 * head.d else 0.0
+            agreement, gap = (float(value) for value in totals[8:10])
+            excess = gap / 4 / float(totals[0]) * float(unit[0]) if total >= 4 * head.d else 0.0
             r = fed.map(self.predict, excess=torch.tensor([excess, 0.0]).to(a), **common)
-            support = (agreement - gap / 4) / rows
-            doubt = gap / rows / (4 if support > 0 else 8)
-        curve, error, noise, distance = (
-            r[name].cpu().double() for name in ("curve", "error", "noise", "distance")
-        )
-        rows_of = r.weights.squeeze(-1).cpu().double()
-        apart = max(0.0, float(totals[6]) / len(seen)) if exact else 0.0
+        _same(r, n)
+        mean = level * r.mean("means", uniform=True).cpu().double()
+        parts = mean.split([2 * len(lam), len(METHODS), len(METHODS), 2, 2])
+        logs = [torch.exp(part / level) for part in parts[3:]]
+        if exact:
+            support, doubt = self._gain(fed, level, a)
+        else:
+            support = (agreement - gap / 4) / total
+            doubt = gap / total / (4 if support > 0 else 8)
+        apart = max(0.0, float(totals[6]) / n) if exact else 0.0
+        calibrated, prospects = calibration_of(fed.model, exact), None
+        if r.single:
+            seen = fed.map(self.outlook)
+            own = {name: seen[name].cpu().double() for name in ("curve", "error", "noise", "distance")}
+            prospects = Prospects.of(lam, own, rows, head.columns, n, total, apart, calibrated)
         return Findings(
-            r.ids.cpu(),
+            n,
+            rows,
+            head.columns,
             lam,
-            curve,
-            error,
-            noise,
-            distance,
-            rows_of,
+            parts[0].view(2, -1),
+            parts[1],
+            parts[2],
+            logs[0],
+            logs[1],
             support,
             doubt,
             exact,
-            columns=head.columns,
-            shift=apart,
+            apart,
+            float(totals[7]) / n if exact else 0.0,
+            prospects,
+            [fed.names[int(k)] for k in who],
+            calibrated,
         )
 
-    def _leave_out(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
-        """Survey least squares: every client subtracts its own part from the sums of X'X and X'y."""
-        sums = fed.map(self.moments).values.sum(0)
-        matrix = _unpacked(sums, d)[0]
-        rows = fed.sizes.sum().to(matrix)
-        scale = float(matrix.diagonal().sum() / rows) / min(d, float(rows) / fed.n)
-        lam = held_out.penalties(scale)
-        return fed.map(self.look_without_me, sums=sums, rows=rows, lam=lam.to(matrix)), lam
+    def settle(self, fed: Federation, found: Findings, share: bool, sharing: float) -> tuple[int, Tensor]:
+        """Tell clients what is recommended, from which they work out their own advice.
 
-    def _compare_halves(self, fed: Federation, d: int) -> tuple[Replies, Tensor]:
+        Returns
+        -------
+        tuple of int and Tensor
+            How many clients are far from the shared model, and the covariance of the mean error between penalties
+            [L', L'], every third of them.
+        """
+        level, size = float(found.errors.max()), len(coarse(found.lam))
+        r = fed.map(
+            self.choose,
+            share=int(share),
+            sharing=-1.0 if math.isnan(sharing) else sharing,
+            far=FAR * float(found.distance[0]),
+            level=level,
+            scale=_scale(found.lam),
+            shift=found.shift,
+            clients=found.clients,
+            thousands=float(found.rows.sum()) / 1000,
+        )
+        _same(r, found.clients)
+        mean = r.mean(uniform=True).cpu().double()
+        upper = torch.triu_indices(size, size)
+        square, middle = torch.zeros(size, size, dtype=torch.float64), mean[1 : 1 + size]
+        square[upper[0], upper[1]] = square[upper[1], upper[0]] = mean[1 + size :]
+        covariance = (square - middle[:, None] * middle) / max(1, found.clients - 1)
+        return round(float(mean[0]) * found.clients), level**2 * covariance
+
+    def _leave_out(self, fed: Federation, d: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Survey least squares: every client subtracts its own part from the sums of X'X and X'y."""
+        r = fed.map(self.moments)
+        rows, means = float(r.weights.sum()), r.mean().double()
+        matrix = unpacked(means, d)[0]
+        scale = float(matrix.diagonal().sum()) / min(d, rows / len(r))
+        seen = fed.map(self.look_without_me, means=means, thousands=rows / 1000, scale=scale)
+        _same(seen, len(r))
+        return seen.mean("facts").double() * rows, held_out.penalties(scale), r.ids.cpu()
+
+    def _compare_halves(self, fed: Federation, d: int) -> tuple[Tensor, Tensor, Tensor]:
         """Survey any other model: each half of the clients trains one, and the other half evaluates it."""
         half = randomness.permutation(randomness.key(fed.seed, "advisor"), fed.n).to(fed.device) % 2
         models = torch.stack([self._fit(fed, d, (half == k).nonzero().squeeze(-1)) for k in (0, 1)])
         seen = fed.map(self.look, each={"own": models[half], "other": models[1 - half]})
-        totals = seen["facts"].sum(0)
-        return seen, held_out.penalties(float(totals[0] / totals[2].clamp_min(1.0) * fed.n / totals[8]))
-
-    def moments(self, client: Client) -> Tensor:
-        """Return the upper triangle of X'X, and X'y."""
-
-        def both(_: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            matrix, side = _moments(client, inputs, targets, weight)
-            upper = torch.triu_indices(*matrix.shape[-2:], device=matrix.device)
-            return torch.cat([matrix[..., upper[0], upper[1]], side], -1)
-
-        return client.over_rows(both, client.initial_model())
-
-    def look_without_me(self, client: Client, sums: Tensor, rows: Tensor, lam: Tensor) -> dict[str, Tensor]:
-        """Store residual profiles at the model of the others and at zero, and error curves over the penalties."""
-        d, size = client.model.d, client.size.to(sums.dtype)
-        matrix, side = _unpacked(sums.reshape(-1, sums.shape[-1])[0], d)
-        lam, rows = lam.reshape(-1, lam.shape[-1])[0], rows.reshape(-1)[0]
-
-        def profiles_and_curves(count: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            own, own_side = _moments(client, inputs, targets, weight)
-            theirs = left_out.model(matrix, side, own, own_side)
-            parts = []
-            for c in (theirs, torch.zeros_like(theirs)):
-                found = held_out.profile(
-                    *linearised(client.model, c, inputs.double(), targets, weight), count
-                )
-                parts += [found.k, found.square, found.count]
-            curves = left_out.curves(matrix, own, count, rows, lam).flatten(-2)
-            return torch.cat([*parts, curves, left_out.shift(matrix, own, count)], -1)
-
-        found = client.over_rows(profiles_and_curves, size)
-        profiles = torch.unflatten(found[..., : 6 * (d + 1)], -1, (6, d + 1))
-        curves = torch.unflatten(found[..., 6 * (d + 1) : -1], -1, (4, len(lam)))
-        client.keep.profiles, client.keep.curves = profiles, curves
-        return {"facts": torch.cat([_facts(profiles), found[..., -1:]], -1)}
-
-    def receive(self, client: Client, pretrained: Tensor) -> None:
-        """Store the parameters that give the features."""
-        client.keep.pretrained = pretrained
-
-    def slope(self, client: Client, x: Tensor) -> dict[str, Tensor]:
-        """Return gradient and loss of the surveyed model at x."""
-        head = require_head(client.model)
-        if head is client.model and client.initial_model().dtype == x.dtype:
-            return {"grad": client.full_grad(x), "loss": client.loss(x)}
-
-        def both(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            rows = (_features(client, inputs, weight), targets, weight.to(x.dtype))
-            return torch.cat([head.grad(x, *rows), head.loss(x, *rows)], -1)
-
-        found = client.over_rows(both, x)
-        return {"grad": found[..., :-1], "loss": found[..., -1:]}
-
-    def look(self, client: Client, own: Tensor, other: Tensor) -> dict[str, Tensor]:
-        """Store residual profiles at the other half's model and at zero; return sums on curvature and predictions."""
-        model, rows = require_head(client.model), client.size.to(own.dtype)
-        pairs = torch.cat([own, other], -1)
-
-        def both(at: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            mine, theirs = at.chunk(2, -1)
-            inputs, weight = _features(client, inputs, weight), weight.to(at.dtype)
-            count = (weight > 0).to(weight.dtype).sum(-1, keepdim=True)
-            parts = []
-            for c in (theirs, torch.zeros_like(theirs)):
-                features, residual = linearised(model, c, inputs, targets, weight)
-                found = _profile(features, residual, count)
-                parts += [found.k, found.square, found.count]
-            gap, product = (
-                _prediction(model, mine, theirs, inputs, weight, kind) for kind in ("gap", "product")
-            )
-            return torch.stack([*parts, *(value.expand_as(parts[0]) for value in (gap, product))], -2)
-
-        found = client.over_rows(both, pairs)
-        client.keep.profiles = found[..., :6, :]
-        return {"facts": torch.cat([_facts(found), found[..., 7, :1], found[..., 6, :1], rows], -1)}
-
-    def sums(self, client: Client, a: Tensor, unit: Tensor, kind: int) -> Tensor:
-        """Return the client's part in a step of Fisher scoring for the coefficients a."""
-        return held_out.regression_sums(_kept(client, kind, unit), a)
-
-    def weigh(self, client: Client, a: Tensor, shift: Tensor, unit: Tensor) -> Tensor:
-        """Return the log-likelihood of each pair of spreads between clients, around the shared model and zero."""
-        tables = [self._table(client, kind, a, shift, unit) for kind in (0, 1)]
-        return torch.stack([held_out.marginals(table) for table in tables], -2)
-
-    def lean(self, client: Client, a: Tensor, shift: Tensor, unit: Tensor, first: int, second: int) -> Tensor:
-        """Return the posterior mean difference of this client's log c and log s2 from the common ones."""
-        parts = []
-        for kind, choice in ((0, first), (1, second)):
-            weight = held_out.posterior(self._table(client, kind, a, shift, unit), choice)
-            points = held_out.grid(weight)
-            parts.append(torch.stack([(weight.sum(axis) * points).sum(-1) for axis in (-1, -2)], -1))
-        return torch.stack(parts, -2)
-
-    def predict(
-        self,
-        client: Client,
-        a: Tensor,
-        shift: Tensor,
-        unit: Tensor,
-        lam: Tensor,
-        excess: Tensor,
-        first: int,
-        second: int,
-    ) -> dict[str, Tensor]:
-        """Predict the held-out error of every penalty, its standard deviation, the noise and the distances."""
-        replies: dict[str, list[Tensor]] = {"curve": [], "error": [], "noise": [], "distance": []}
-        for kind, choice in ((0, first), (1, second)):
-            seen, own = _kept(client, kind, unit), a[..., kind, :]
-            mean_c, mean_s, spread_c, spread_s, cross = self._own_levels(client, kind, choice, a, shift, unit)
-            shape = held_out.height(torch.cat([torch.zeros_like(own[..., :1]), own[..., 1:]], -1), seen.k)
-            lifted = (mean_c * shape - excess[..., kind : kind + 1] * seen.k).clamp_min(0.0)
-            raw = Profile(seen.k * unit[..., kind : kind + 1], seen.square, seen.count)
-            signal = held_out.errors(raw, lifted, lam)
-            flat = held_out.errors(raw, torch.ones_like(shape), lam)
-            variance = (signal * spread_c).square() + (flat * spread_s).square() + 2 * signal * flat * cross
-            replies["curve"].append(signal + mean_s * flat)
-            replies["error"].append(variance.clamp_min(0.0).sqrt())
-            replies["noise"].append(mean_s)
-            total = (seen.count * raw.k).sum(-1, keepdim=True).clamp_min(1e-300)
-            replies["distance"].append((seen.count * lifted).sum(-1, keepdim=True) / total)
-        return _stacked(replies)
-
-    def predict_left_out(
-        self, client: Client, a: Tensor, shift: Tensor, unit: Tensor, lam: Tensor, first: int, second: int
-    ) -> dict[str, Tensor]:
-        """Do `predict` for models that leave the client out, and add how much they reduce the error."""
-        found = self.predict(client, a, shift, unit, lam, torch.zeros_like(unit), first, second)
-        at = found["curve"][..., 1, :].argmin(-1, keepdim=True)
-        return {**found, "gain": _taken_off(client, unit, lam).gather(-1, at)}
-
-    def predict_exactly(
-        self, client: Client, a: Tensor, shift: Tensor, unit: Tensor, lam: Tensor, first: int, second: int
-    ) -> dict[str, Tensor]:
-        """Do the same from the curves of `look_without_me`, if deviations have no preferred direction.
-
-        The reduction of the error includes the client's own part in the shared model.
-        """
-        replies: dict[str, list[Tensor]] = {"curve": [], "error": [], "noise": [], "distance": []}
-        for kind, choice in ((0, first), (1, second)):
-            mean_c, mean_s, spread_c, spread_s, cross = self._own_levels(client, kind, choice, a, shift, unit)
-            each = a[..., kind, 1:2] / unit[..., kind : kind + 1]
-            signal = client.keep.curves[..., 2 * kind, :] * each * mean_c
-            flat = 1 + client.keep.curves[..., 2 * kind + 1, :]
-            variance = (signal * spread_c).square() + (flat * spread_s).square() + 2 * signal * flat * cross
-            replies["curve"].append(signal + mean_s * flat)
-            replies["error"].append(variance.clamp_min(0.0).sqrt())
-            replies["noise"].append(mean_s)
-            replies["distance"].append(mean_c * each)
-        found, curves = _stacked(replies), client.keep.curves
-        distance, noise = found["distance"][..., :1], found["noise"][..., :1]
-        own = distance * (curves[..., 2, :] - curves[..., 0, :]) + noise * (
-            curves[..., 3, :] - curves[..., 1, :]
-        )
-        at = found["curve"][..., 1, :].argmin(-1, keepdim=True)
-        return {**found, "gain": (_taken_off(client, unit, lam) + own).gather(-1, at)}
-
-    def _own_levels(
-        self, client: Client, kind: int, choice: int, a: Tensor, shift: Tensor, unit: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return posterior means of c and s2, relative deviation of c, deviation of s2, and their covariance."""
-        weight = held_out.posterior(self._table(client, kind, a, shift, unit), choice)
-        points = held_out.grid(weight)
-        c = torch.exp(shift[..., kind, :1] + points)
-        s2 = a[..., kind, :1] * torch.exp(shift[..., kind, 1:] + points)
-        weight_c, weight_s = weight.sum(-1), weight.sum(-2)
-        mean_c, mean_s = dot(weight_c, c), dot(weight_s, s2)
-        spread_c = (dot(weight_c, c.square()) - mean_c.square()).clamp_min(0.0).sqrt() / mean_c
-        spread_s = (dot(weight_s, s2.square()) - mean_s.square()).clamp_min(0.0).sqrt()
-        both = (c[..., :, None] / mean_c[..., None] - 1) * (s2[..., None, :] - mean_s[..., None])
-        return mean_c, mean_s, spread_c, spread_s, (weight * both).sum((-1, -2)).unsqueeze(-1)
+        rows = float(seen.weights.sum())
+        totals = seen.mean("facts").double() * rows
+        lam = held_out.penalties(float(totals[0] / totals[2].clamp_min(1.0) * len(seen) / rows))
+        return totals, lam, seen.ids.cpu()
 
     def _fit(self, fed: Federation, d: int, ids: Tensor) -> Tensor:
         """Fit the shared model of some clients by L-BFGS on their gradients."""
@@ -326,116 +238,83 @@ class Survey(Algorithm):
         found = minimize(loss_and_grad, start, jac=True, method="L-BFGS-B", options=options)
         return torch.from_numpy(found.x).to(fed.device)
 
-    def _shape(self, fed: Federation, kind: int, unit: Tensor, squares: Tensor) -> Tensor:
-        """Fit the coefficients of the common h(k): linear unless a cubic is better by BIC."""
-        best, lowest = None, float("inf")
-        for terms in (2, held_out.POWERS):
-            r = fed.map(
-                self.sums,
-                a=_start(squares[kind] / fed.sizes.sum()),
-                unit=unit[kind : kind + 1].expand(2),
-                kind=kind,
-            )
-            a = _start(squares[kind] / fed.sizes.sum())
-            floor = 1e-6 * float(a.sum())
-            for _ in range(SCORING_STEPS):
-                a = held_out.improved(r.values.sum(0).double().cpu(), a.cpu().double(), terms, floor).to(unit)
-                r = fed.map(self.sums, a=a, unit=unit[kind : kind + 1].expand(2), kind=kind)
-            total = r.values.sum(0)
-            score = float(total[-1]) + terms * float(torch.log(fed.sizes.sum()))
-            if score < lowest:
-                best, lowest = a, score
-        assert best is not None
-        return best
+    def _shape(self, fed: Federation, unit: Tensor, totals: Tensor, rows: float) -> Tensor:
+        """Fit the common h(k) around both centres: linear unless a cubic is better by BIC, [2, 4]."""
+        a = torch.stack([torch.stack([_start(square / rows)] * len(TERMS)) for square in totals[4:6]])
+        floors = 1e-6 * a.sum(-1)
+        bits = _loose(a, totals, rows)
+        total, bits = self._scoring(fed, a, unit, bits)
+        total, bits = self._scoring(fed, a, unit, bits)  # the first pass found the size of the numbers
+        for _ in range(SCORING_STEPS):
+            sums, old = total.cpu(), a.cpu().double()
+            better = [
+                held_out.improved(sums[kind, which], old[kind, which], terms, float(floors[kind, which]))
+                for kind in (0, 1)
+                for which, terms in enumerate(TERMS)
+            ]
+            a = torch.stack(better).view_as(old).to(a)
+            total, bits = self._scoring(fed, a, unit, bits)
+        score = total[..., -1] + torch.tensor(TERMS).to(total) * math.log(rows)
+        best = score.argmin(-1)
+        return a[torch.arange(2, device=a.device), best]
+
+    def _scoring(self, fed: Federation, a: Tensor, unit: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of a step of Fisher scoring, and bits of this size for the next."""
+        total = fed.map(self.sums, a=a, unit=unit, bits=bits).sum().to(bits)
+        return total * torch.exp2(bits), bits + _bits(total.abs().clamp_min(2.0**-30))
+
+    def _gain(self, fed: Federation, level: float, like: Tensor) -> tuple[float, float]:
+        """Return the mean over clients of what a model of the others takes off the error, and its standard error."""
+        bits = torch.tensor([math.log2(level), 2 * math.log2(level)]).to(like).ceil()
+        for _ in range(2):  # the first pass finds the size of the numbers
+            r = fed.map(self.gains, bits=bits)
+            total = r.sum().to(bits)
+            found, bits = total * torch.exp2(bits) / len(r), bits + _bits(total.abs().clamp_min(2.0**-30))
+        gain, square = found.tolist()
+        return gain, math.sqrt(max(square - gain**2, 0.0) / (len(r) - 1))
 
     def _spreads(self, fed: Federation, a: Tensor, unit: Tensor) -> tuple[Tensor, list[int]]:
         """Estimate how much clients differ in c_i and s2_i: mean logarithms and the likeliest pair of spreads."""
         shift, choice = torch.zeros(2, 2).to(a), [0, 0]
         for _ in range(SHIFTS):
-            choice = fed.map(self.weigh, a=a, shift=shift, unit=unit).values.sum(0).argmax(-1).tolist()
+            choice = fed.map(self.weigh, a=a, shift=shift, unit=unit).mean().argmax(-1).tolist()
             r = fed.map(self.lean, a=a, shift=shift, unit=unit, first=choice[0], second=choice[1])
             shift = shift + r.mean(uniform=True)
         return shift, choice
 
-    def _table(self, client: Client, kind: int, a: Tensor, shift: Tensor, unit: Tensor) -> Tensor:
-        """Return the log-likelihood of the client's profile on the grid of c and s2."""
-        return held_out.likelihoods(_kept(client, kind, unit), a[..., kind, :], shift[..., kind, :])
+
+def _same(r: Replies, n: int) -> None:
+    """Raise `RunError` unless all n clients answered: sums over different clients do not fit together."""
+    if len(r) != n:
+        raise RunError(
+            f"{n - len(r)} of {n} clients stopped answering during the survey; ask for advice again when all are there"
+        )
 
 
-def require_head(model: Model) -> Glm:
-    """Return the linear model that is surveyed: the model itself, or the last layer of a network."""
-    head = head_of(model)
-    if head is None:
-        raise SettingError("the survey needs a linear model, or a network whose last layer is nn.Linear")
-    return head
+def _loose(a: Tensor, totals: Tensor, rows: float) -> Tensor:
+    """Return bounds of the sums of Fisher scoring, [2, 2, 12], as powers of two: their exponents."""
+    low, most = a[..., :1], float(totals[2:4].max().clamp_min(1.0))
+    squares = totals[4:6].view(2, 1, 1).clamp_min(1e-300)
+    power = most ** torch.arange(2 * held_out.POWERS - 1).to(a)
+    weights, cross = rows * power / low.square(), squares * power[: held_out.POWERS] / low.square()
+    misfit = rows * (1 + low.log().abs() + held_out.height(a, torch.full_like(low, most)).log().abs())
+    bounds = torch.cat([weights, cross.expand(2, len(TERMS), -1), misfit + squares / low], -1)
+    return _bits(bounds)
 
 
-def _features(client: Client, inputs: Tensor, weight: Tensor) -> Tensor:
-    """Return the inputs of the surveyed model in float64."""
-    if require_head(client.model) is client.model:
-        return inputs.double()
-    pretrained = client.keep.pretrained
-    return features(
-        client.model, pretrained.reshape(-1, pretrained.shape[-1])[0], inputs, weight.dim()
-    ).double()
+def _bits(value: Tensor) -> Tensor:
+    """Return the exponent of the next power of two, from -500 to 500."""
+    return value.clamp(2.0**-500, 2.0**500).log2().ceil()
 
 
-def _profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
-    """Return the residual profile of a client, with its classes joined if there are several."""
-    if features.dim() == residual.dim() + 1 and residual.dim() == rows.dim():
-        return held_out.profile(features, residual, rows)
-    found = held_out.profile(features, residual, rows.unsqueeze(-2))
-    return Profile(*(part.flatten(-2) for part in (found.k, found.square, found.count)))
+def calibration_of(model: Model, exact: bool) -> str:
+    """Return on which worlds the certainty about a model was calibrated: "linear", "classes", or none."""
+    return "linear" if exact else "classes" if isinstance(model, Logistic) else ""
 
 
-def _prediction(model: Model, mine: Tensor, theirs: Tensor, x: Tensor, weight: Tensor, kind: str) -> Tensor:
-    """Sum |X(a - b)|^2, or (Xa)'(Xb), over the rows, [..., 1]."""
-    real = (weight > 0).to(mine.dtype).unsqueeze(-1)
-    a, b = (model.scores(w, x) * real for w in (mine, theirs))
-    value = (a - b).square() if kind == "gap" else a * b
-    return value.sum((-1, -2)).unsqueeze(-1)
-
-
-def _facts(profiles: Tensor) -> Tensor:
-    """Return for both kinds of profile the sum and number of eigenvalues and the squared residuals, [..., 6]."""
-    k, square, count = profiles[..., [0, 3], :], profiles[..., [1, 4], :], profiles[..., [2, 5], :]
-    return torch.cat([(count * k).sum(-1), (count * (k > 0)).sum(-1), (count * square).sum(-1)], -1)
-
-
-def _moments(client: Client, inputs: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return X'X and X'y of the client's rows."""
-    x = inputs.double() * (weight > 0).unsqueeze(-1)
-    return x.mT @ x, (x.mT @ targets.double().unsqueeze(-1)).squeeze(-1)
-
-
-def _unpacked(sums: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Unpack X'X [d, d] and X'y [d] from the reply of `moments`."""
-    matrix = sums.new_zeros(d, d)
-    row, column = torch.triu_indices(d, d, device=sums.device)
-    matrix[row, column] = sums[:-d]
-    matrix[column, row] = sums[:-d]
-    return matrix, sums[-d:]
-
-
-def _taken_off(client: Client, unit: Tensor, lam: Tensor) -> Tensor:
-    """Return by how much the measured held-out error of ridge falls around the others' model instead of zero."""
-    seen = [_kept(client, kind, unit).scaled(1 / unit[..., kind : kind + 1]) for kind in (0, 1)]
-    shared, alone = (held_out.errors(one, one.square, lam) for one in seen)
-    return alone - shared
-
-
-def _stacked(replies: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """Stack the values around the shared model and around zero."""
-    stacked = {name: torch.stack(parts, -2) for name, parts in replies.items()}
-    return {
-        name: value.squeeze(-1) if name in ("noise", "distance") else value for name, value in stacked.items()
-    }
-
-
-def _kept(client: Client, kind: int, unit: Tensor) -> Profile:
-    """Return the stored profile of one kind, with eigenvalues in units of their mean."""
-    found = client.keep.profiles[..., 3 * kind : 3 * kind + 3, :]
-    return Profile(found[..., 0, :] / unit[..., kind : kind + 1], found[..., 1, :], found[..., 2, :])
+def _scale(lam: Tensor) -> float:
+    """Return the scale of penalties."""
+    return float(lam[1] / held_out.LAMBDAS[0])
 
 
 def _start(mean_square: Tensor) -> Tensor:

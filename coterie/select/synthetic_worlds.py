@@ -206,7 +206,8 @@ def best_risks(world: TrueWorld, advice: Advice) -> Tensor:
         ]
     )
     for factor in 10.0 ** np.linspace(-1.5, 1.5, 9):
-        trial = dataclasses.replace(advice, lam_shared=factor * world.best_lambda, lam_alone=factor * alone)
+        lams = {"lam_shared": factor * world.best_lambda, "lam_alone": factor * alone}
+        trial = dataclasses.replace(advice, own=dataclasses.replace(advice.clients, **lams))
         best = torch.minimum(best, true_risks(world, trial))
     return best
 

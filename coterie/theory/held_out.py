@@ -69,19 +69,68 @@ def profile(features: Tensor, residual: Tensor, rows: Tensor) -> Profile:
     ([4.0, 4.0, 0.0], [1.0, 9.0, 0.0])
     """
     b, d = features.shape[-2:]
-    tall = b > d
-    matrix = features.mT @ features if tall else features @ features.mT
+    if b > d:
+        slope = (features.mT @ residual.unsqueeze(-1)).squeeze(-1)
+        return profile_of_sums(
+            features.mT @ features, slope, residual.square().sum(-1, keepdim=True), rows, torch.zeros(())
+        )
+    k, basis = torch.linalg.eigh(features @ features.mT)
+    alive = _alive(k)
+    square = torch.where(alive, (basis.mT @ residual.unsqueeze(-1)).squeeze(-1).square(), 0.0)
+    return _with_the_rest(
+        torch.where(alive, k, 0.0), square, residual.square().sum(-1, keepdim=True), rows, d
+    )
+
+
+def profile_of_sums(matrix: Tensor, slope: Tensor, square: Tensor, rows: Tensor, blur: Tensor) -> Profile:
+    """Return the profile of a client's rows from sums over them.
+
+    Parameters
+    ----------
+    matrix
+        X'X, [..., d, d].
+    slope
+        X'e of the residuals e at the centre, [..., d].
+    square
+        e'e, [..., 1].
+    rows
+        Number of rows, [..., 1].
+    blur
+        Variance of noise in the slope along each eigenvector of the matrix, [..., d], or 0; it is taken off.
+
+    Returns
+    -------
+    Profile
+        d + 1 entries, as in `profile`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory import held_out
+    >>> sums = 4 * torch.eye(2), torch.tensor([2.0, 6.0]), torch.tensor([10.0]), torch.tensor([2.0])
+    >>> seen = held_out.profile_of_sums(*sums, torch.zeros(2))
+    >>> seen.k.tolist(), seen.square.tolist()
+    ([4.0, 4.0, 0.0], [1.0, 9.0, 0.0])
+    """
     k, basis = torch.linalg.eigh(matrix)
-    alive = k > 1e-10 * k[..., -1:].clamp_min(torch.finfo(k.dtype).tiny)
-    if tall:
-        along = (basis.mT @ (features.mT @ residual.unsqueeze(-1))).squeeze(-1)
-        square = along.square() / k.clamp_min(torch.finfo(k.dtype).tiny)
-    else:
-        square = (basis.mT @ residual.unsqueeze(-1)).squeeze(-1).square()
-    square = torch.where(alive, square, 0.0)
-    k, count = torch.where(alive, k, 0.0), alive.to(k.dtype)
+    alive = _alive(k)
+    along = (basis.mT @ slope.unsqueeze(-1)).squeeze(-1)
+    found = (along.square() - blur) / k.clamp_min(torch.finfo(k.dtype).tiny)
+    return _with_the_rest(
+        torch.where(alive, k, 0.0), torch.where(alive, found, 0.0), square, rows, matrix.shape[-1]
+    )
+
+
+def _alive(k: Tensor) -> Tensor:
+    """Return which eigenvalues [..., r], in ascending order, are not zero."""
+    return k > 1e-10 * k[..., -1:].clamp_min(torch.finfo(k.dtype).tiny)
+
+
+def _with_the_rest(k: Tensor, square: Tensor, total: Tensor, rows: Tensor, d: int) -> Profile:
+    """Return a profile of d + 1 entries: directions that rows span, and one for what is left of the residuals."""
+    count = (k > 0).to(k.dtype)
     others = (rows - count.sum(-1, keepdim=True)).clamp_min(0.0)
-    rest = (residual.square().sum(-1, keepdim=True) - square.sum(-1, keepdim=True)).clamp_min(0.0)
+    rest = (total - square.sum(-1, keepdim=True)).clamp_min(0.0)
     rest = torch.where(others > 0, rest / others.clamp_min(1.0), 0.0)
     pad = k.new_zeros(*k.shape[:-1], d - k.shape[-1])
     return Profile(

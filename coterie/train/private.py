@@ -90,7 +90,7 @@ def row_privacy(
         trial.enter_round(t, state)
         state = algorithm.round(trial, state, t)
         most = max(most, counting.most - before)
-    steps = planned_steps(most, settings.rounds) + first
+    steps = planned_steps(most, settings.rounds, first)
     return RowPrivacy(settings, runtime.train, runtime.ids, algorithm.batch, steps, noise)
 
 

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from coterie._core.errors import DataError
+from coterie.algorithms import FTFA, FedAvg, Local, PFedMe
 from coterie.experiments.asymptotics import simulated_risk
 from coterie.experiments.jobs import load
-from coterie.experiments.last_layer import METHODS, last_layer
+from coterie.experiments.last_layer import (
+    LOCAL_RATES,
+    METHODS,
+    RATES,
+    TUNING_RATES,
+    at_the_end,
+    last_layer,
+)
 from coterie.experiments.last_layer_bound import _one_split
 from coterie.experiments.pretrained_features import Features
 from coterie.experiments.spec import shared_data
@@ -63,6 +71,14 @@ def test_last_layer_measures_every_method_and_claim():
         found["fedavg"] if found["fedavg lr"] == found["ftfa lr"] else found["ftfa after 0 epochs"]
     )
     assert {len(panel["curves"]) for panel in found["plots"]["methods"]["panels"]} == {6, 4}
+
+
+def test_steps_at_the_upper_end_of_their_grids_are_counted():
+    inside = {"local": Local(lr=1.0), "fedavg": FedAvg(lr=1.0), "ftfa": FTFA(lr=1.0, tuning_lr=0.1)}
+    assert at_the_end({**inside, "pfedme": PFedMe(lr=max(RATES))}) == []
+    outside = {"fedavg": FedAvg(lr=max(RATES)), "ftfa": FTFA(lr=1.0, tuning_lr=max(TUNING_RATES))}
+    assert at_the_end({**inside, **outside}) == ["fedavg lr", "ftfa tuning_lr"]
+    assert at_the_end({"local": Local(lr=max(LOCAL_RATES))}) == ["local lr"]
 
 
 @pytest.mark.parametrize("different", [False, True])

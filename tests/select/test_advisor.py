@@ -13,7 +13,7 @@ from coterie._core import randomness
 from coterie._core.errors import SettingError
 from coterie.models import heads
 from coterie.select import survey
-from coterie.select.advice import METHODS, algorithm
+from coterie.select.advice import METHODS, algorithm, conclude
 from coterie.select.advise import advise
 from coterie.select.synthetic_worlds import judge, make_world, random_world, regret
 from coterie.theory import filters, held_out
@@ -199,11 +199,20 @@ def test_advice_is_metered_and_leaves_the_federation_alone():
     assert 0 < advice.floats_up < 200 * fed.d
     found = survey.Survey().carry_out(fresh := start(fed))
     phases = {entry.phase for entry in fresh.ledger.entries}
-    assert phases == {"moments", "look_without_me", "sums", "weigh", "lean", "predict_exactly"}
-    assert fresh.ledger.total("floats_up", phase="moments") / fed.n == 30 * 31 / 2 + 30
+    assert phases == {
+        "moments",
+        "look_without_me",
+        "sums",
+        "weigh",
+        "lean",
+        "predict_exactly",
+        "gains",
+        "outlook",
+    }
+    assert fresh.ledger.total("floats_up", phase="moments") / fed.n == 30 * 31 / 2 + 30 + 1
     beyond = sum(fresh.ledger.total("floats_up", phase=phase) for phase in phases - {"moments"}) / fed.n
-    assert beyond < 1200
-    assert len(found.ids) == 12
+    assert beyond < 1600
+    assert found.clients == 12
 
 
 def test_halves_of_the_clients_where_matrices_would_be_too_large(monkeypatch):
@@ -211,10 +220,29 @@ def test_halves_of_the_clients_where_matrices_would_be_too_large(monkeypatch):
     fed = simple(clients=30, features=30, gamma=1.0, centre2=2.0).federation()
     found = survey.Survey().carry_out(fresh := start(fed))
     phases = {entry.phase for entry in fresh.ledger.entries}
-    assert phases == {"slope", "look", "sums", "weigh", "lean", "predict"}
+    assert phases == {"slope", "look", "sums", "weigh", "lean", "predict", "outlook"}
     assert found.support > found.doubt
     assert not found.exact
     assert advise(fed).method == "rtfa"
+
+
+def test_what_phases_send_is_what_they_declare(monkeypatch):
+    worlds = [
+        simple(clients=6, features=10),
+        simple(clients=6, features=10, covariance="power", aligned=True),
+    ]
+    seen = set()
+    for world, most in ((worlds[0], 300), (worlds[1], 300), (worlds[0], 5)):
+        monkeypatch.setattr(survey, "MOST_COLUMNS", most)
+        fed = start(world.federation())
+        conclude(fed, survey.Survey().carry_out(fed))
+        declared = survey.Survey().traffic_of(fed.model)
+        for phase in {entry.phase for entry in fed.ledger.entries}:
+            visits = fed.ledger.total("messages_up", phase=phase)
+            for k, way in enumerate(("floats_down", "floats_up")):
+                assert fed.ledger.total(way, phase=phase) == declared[phase][k] * visits, (phase, way)
+            seen.add(phase)
+    assert seen | {"predict_left_out"} == set(survey.Survey.reveals)
 
 
 def start(fed):
@@ -255,6 +283,9 @@ def test_classes_are_linearised_and_probed(kinds):
     assert apart.method in ("local", "ridge-local", "rtfa")
     quiet = advise(classes(kinds), probe=0)
     assert not any("probe" in reason for reason in quiet.why)
+    known = kinds == 2  # logistic worlds are calibrated, softmax ones are not
+    assert bool(quiet.intervals["rtfa"].isnan().all()) != known and math.isnan(quiet.sharing) != known
+    assert math.isnan(quiet.probability) and ("with probability" in quiet.verdict()) == known
 
 
 def test_the_last_layer_of_a_network_is_surveyed_and_probed():

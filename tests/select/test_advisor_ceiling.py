@@ -45,7 +45,8 @@ def test_risks_at_given_penalties(
     monkeypatch.setattr(synthetic_worlds, "NOISES", 10_000 if noisy else 1)
     places = np.array([[20 + i, 29 - i] for i in range(5)])
     lam_alone, lam_shared = torch.from_numpy(ceiling.Geometry.of(world).penalties[places]).unbind(1)
-    advice = dataclasses.replace(advice, lam_alone=lam_alone, lam_shared=lam_shared)
+    own = dataclasses.replace(advice.own, lam_alone=lam_alone, lam_shared=lam_shared)
+    advice = dataclasses.replace(advice, own=own)
     expected = synthetic_worlds.true_risks(world, advice).numpy()
     np.testing.assert_allclose(at_truth(world, places)[0], expected, rtol=0.05 if noisy else 1e-6, atol=1e-9)
 

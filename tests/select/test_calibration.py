@@ -12,8 +12,9 @@ import torch
 from benchmarks.advisor_calibration import _best, _covers, diagram, look, reliability, summary
 from benchmarks.advisor_worlds import FRESH, KINDS, draw_world
 from coterie.select import calibration
-from coterie.select.advice import METHODS
+from coterie.select.advice import METHODS, SHARED, conclude
 from coterie.select.advise import advise
+from coterie.select.survey import Survey
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +72,33 @@ def test_a_flat_penalty_is_noticed(judged):
     one = judged[0]
     flat = dataclasses.replace(one.findings, curve=torch.ones_like(one.findings.curve))
     assert calibration.flat_range(flat, True) == (0.0, math.inf)
-    steep = one.findings.curve.clone()
-    steep[:, 0] = 1 + (one.findings.lam.clamp(1e-9, 1e9).log() - 1).square()
+    steep, lam = one.findings.curve.clone(), one.findings.lam
+    steep[0] = 1 + (lam.clamp(1e-9, 1e9).log() - 1).square()
     narrow = calibration.flat_range(dataclasses.replace(one.findings, curve=steep), True)
     assert 0.5 * math.e <= narrow[0] <= narrow[1] <= 2 * math.e
-    low, high = calibration.penalty_interval(dataclasses.replace(one.findings, curve=steep), True)
+    none = torch.zeros(len(lam), len(lam), dtype=torch.float64)
+    low, high = calibration.penalty_interval(lam, steep[0], none)
     assert low == high  # all clients agree
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_interval_of_the_penalty_is_that_of_drawing_clients_with_replacement(kind):
+    """Means and products of the clients' curves say what the curves themselves would."""
+    fed = draw_world(kind, DEVELOP_SEED).federation().fresh()
+    fed.enter_round(0, None)
+    found = Survey().carry_out(fed)
+    advice = conclude(fed, found)
+    share = advice.method in SHARED
+    curve = found.prospects.curve[:, 0 if share else 1]
+    draw = torch.Generator().manual_seed(0)
+    taken = torch.randint(len(curve), (1000, len(curve)), generator=draw)
+    best = found.lam[curve[taken].mean(1).argmin(-1)].sort().values
+    for mine, theirs in zip(advice.lam_interval, (float(best[50]), float(best[949])), strict=True):
+        assert abs(_place(found.lam, mine) - _place(found.lam, theirs)) <= 6, (advice.lam_interval, theirs)
+
+
+def _place(lam, value):
+    return int((lam <= value).sum())
 
 
 def test_shifted_features_and_far_clients_are_noticed():
@@ -102,7 +124,8 @@ DEVELOP_SEED = 1
 def test_the_judge_counts_what_it_should(judged):
     one = judged[0]
     wide = {name: torch.tensor([[0.0, math.inf]]).expand(len(one.risks), 2) for name in METHODS}
-    sure = dataclasses.replace(one, advice=dataclasses.replace(one.advice, intervals=wide))
+    own = dataclasses.replace(one.advice.own, intervals=wide)
+    sure = dataclasses.replace(one, advice=dataclasses.replace(one.advice, own=own))
     assert all(_covers(sure, k).all() for k in range(5))
     bins = reliability([one] * 6)["federation"]
     assert len(bins) == 1 and bins[0]["count"] == 6
