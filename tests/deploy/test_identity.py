@@ -73,7 +73,7 @@ class Middle:
         use = secure.digest(plain) + (0).to_bytes(4, "big") + context(about)
         seen = masked.numpy().view(np.uint64).copy()
         for name, party in self.parties.items():
-            pair = secure._agreed(secure._mask_key(party._masks[0]), plain[self.victim]["masks"][0])
+            pair = secure.agreed(secure._mask_key(party._masks[0]), plain[self.victim]["masks"][0])
             change = np.subtract if self.victim < name else np.add
             change(seen, secure.stream(pair, use, len(seen)), out=seen)
         own = secure.stream(
