@@ -137,7 +137,9 @@ class Live:
         from coterie._core.systems import private_folder
         from coterie.deploy.job import JobRequest
 
-        job = private_folder(self.folder.path / "jobs" / name)
+        place = self.folder.path / "jobs" / name
+        assert not place.exists(), f"another test has a job {name!r}, which is over"
+        job = private_folder(place)
         every = {key: more.pop(key, 0) for key in ("checkpoint_every", "evaluate_every")} | more.pop(
             "plan", {}
         )
