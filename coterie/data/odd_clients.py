@@ -34,8 +34,6 @@ _WIDER = 3.0  # times the largest spread of the others, at four rows twice as mu
 _GAP = 2.0  # the same for a client with outliers, counted with them
 _HEAVY = 2.0  # times that, where more clients have outliers than can be odd
 _CLEARLY = 1.5  # times the spread without outliers
-_CHANCE = 0.003  # of a column in which a client is named although its tails are those of the others
-_TAIL = 2.0  # power of the heaviest tails that are allowed for: with these a variance is infinite
 _OUTSIDE = 6.0  # usual spreads; outliers that far away are odd if others have none half as far
 
 
@@ -187,14 +185,13 @@ def find(statistics: Statistics, spec: TableSpec) -> OddClients:
 
 @dataclass(frozen=True)
 class _Column:
-    """Sums of one column, client by client, and what is usual; outliers are counted in `whole` and `beyond` alone."""
+    """Sums of one column, client by client, and what is usual; outliers are counted in `whole` alone."""
 
     rows: np.ndarray
     outliers: np.ndarray
     mean: np.ndarray
     spread: np.ndarray
     whole: np.ndarray
-    beyond: np.ndarray
     centre: float
     sd: float
 
@@ -212,8 +209,7 @@ class _Column:
             sd = 1.4826 * float(np.median(np.abs(mean - centre)[there]))
         else:
             sd = float(np.median(spread[enough]))
-        beyond = sums[:, 0] * (sums[:, 1] - mean)  # sum of the outliers' distances from the mean
-        return cls(rows, sums[:, 3], mean, spread, whole, beyond, centre, sd) if sd > 0 else None
+        return cls(rows, sums[:, 3], mean, spread, whole, centre, sd) if sd > 0 else None
 
     @property
     def heavy(self) -> bool:
@@ -336,27 +332,9 @@ def _outliers(there: _Column) -> np.ndarray:
     heavy = np.where(there.heavy & rare, _HEAVY * (1 + 5 * FEWEST_ROWS / rows), 1.0)
     factor = _GAP * (1 + FEWEST_ROWS / rows) * heavy
     wide = _beyond(there.whole, factor, there.sd) & (there.whole > _CLEARLY * there.spread)
-    squares = np.maximum(there.whole**2 * rows - there.spread**2 * there.rows, 0.0)
-    if there.heavy:
-        wide |= _beyond_tails(there, rows, squares)
-    distance = np.sqrt(squares / np.maximum(there.outliers, 1))
+    squares = there.whole**2 * rows - there.spread**2 * there.rows
+    distance = np.sqrt(np.maximum(squares, 0.0) / np.maximum(there.outliers, 1))
     distance = np.where(there.outliers > 0, distance / np.maximum(there.spread, there.sd), 0.0)
     alone = (distance >= _OUTSIDE) & ((distance >= _OUTSIDE / 2).sum() <= max(1, _MOST / 2 * len(rows)))
     found: np.ndarray = (there.outliers > 0) & (wide | alone)
-    return found
-
-
-def _beyond_tails(there: _Column, rows: np.ndarray, squares: np.ndarray) -> np.ndarray:
-    """Return True for clients whose outliers are larger than those of all others, and than their tails make likely.
-
-    In tails x^-a a client's value is f times the largest of all others with the chance n_i f^-a / N, and k of its
-    values are with the k-th power of that. Outliers on one side that are alike count as k, and else as fewer.
-    """
-    alike = np.clip(np.square(there.beyond) / np.maximum(squares, 1e-300), 1.0, np.maximum(there.outliers, 1))
-    size = np.sqrt(squares)
-    order = np.sort(size)
-    others = np.where(size == order[-1], order[-2], order[-1])
-    times = size / np.sqrt(alike) / np.maximum(others, there.sd)
-    chance = (rows / np.maximum(rows.sum() - rows, 1) * np.maximum(times, 1.0) ** -_TAIL) ** alike
-    found: np.ndarray = (times > 1) & (len(rows) * chance < _CHANCE)
     return found

@@ -153,7 +153,6 @@ class Policy:
         --------
         >>> import polars
         >>> from coterie.data.federated import Roles
-        from coterie.deploy.runnable import runnable
         >>> table = polars.DataFrame({"site": ["a", "b"], "age": [30, 50], "name": ["Ann", "Bo"], "ill": [0, 1]})
         >>> Policy.strict(table, Roles("site", "ill", drop=("name",))).columns
         {'age': 'numeric'}
