@@ -230,7 +230,7 @@ def test_hospitals_held_out(method: str, tmp_path: Path) -> None:
         fed = coterie.Federation.from_table(others, "hospital", "sick")
         settings = {"grouping": "one"} if method == "hierarchical" else {}
         coterie.fit(fed, make(method, **settings), rounds=40, out=tmp_path / hospital)
-        for seed in range(2):
+        for seed in range(6):  # 12 rows say little: two draws decide nothing
             mixed = own.sample(own.height, shuffle=True, seed=seed)
             found = adapt(tmp_path / hospital, mixed[:20])
             assert found.names == [hospital] and found.rows["train"] == [12]
