@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 LARGEST = 512  # points from which near ones are first put together
+FEW = 25  # points whose distances are computed from differences
 SMALLEST = 0.25  # of an equal share: smaller groups are no cluster if their number is given
 CLEAR = 2.25  # standard errors
 PIECE = 1 << 20  # coordinates whose distances are computed together
@@ -84,37 +86,45 @@ def ward(points: Tensor, weights: Tensor) -> Tree:
     [[2, 3], [0, 1], [5, 4]]
     """
     n = len(points)
-    mass = weights.detach().double().cpu().flatten().clamp(min=1e-12).clone()
-    costs = torch.zeros(max(0, n - 1), dtype=torch.float64)
-    members = torch.zeros(2 * n - 1, n, dtype=torch.bool)
-    members[torch.arange(n), torch.arange(n)] = True
-    node = torch.arange(n)
-    cost = _squared_distances(points) * (mass.unsqueeze(1) * mass / (mass.unsqueeze(1) + mass))
-    cost.fill_diagonal_(torch.inf)
-    children = torch.zeros(max(0, n - 1), 2, dtype=torch.long)
+    mass = weights.detach().double().cpu().flatten().clamp(min=1e-12).numpy().copy()
+    members = np.zeros((2 * n - 1, n), dtype=bool)
+    members[:n] = np.eye(n, dtype=bool)
+    cost = _squared_distances(points).numpy() * (mass[:, None] * mass / (mass[:, None] + mass))
+    np.fill_diagonal(cost, np.inf)
+    node, children, costs = list(range(n)), [], []  # numpy: a step has many small operations
     for k in range(n - 1):
         i, j = sorted(divmod(int(cost.argmin()), n))
-        children[k], costs[k] = torch.stack([node[i], node[j]]), cost[i, j]
+        children.append((node[i], node[j]))
+        costs.append(float(cost[i, j]))
         members[n + k] = members[node[i]] | members[node[j]]
         both = mass[i] + mass[j]
-        row = (mass[i] + mass) * cost[i] + (mass[j] + mass) * cost[j] - mass * cost[i, j]
-        row = (row / (both + mass)).clamp(min=0)  # Lance, Williams (1967)
-        mass[i], node[i] = both, n + k
-        mass[j] = torch.nan
-        row = row.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        row[i] = torch.inf
-        cost[i], cost[:, i] = row, row
-        cost[j], cost[:, j] = torch.inf, torch.inf
-    return Tree(children, members, costs)
+        with np.errstate(invalid="ignore"):  # those that are joined already: infinity less infinity
+            row = (mass[i] + mass) * cost[i] + (mass[j] + mass) * cost[j] - mass * cost[i, j]
+        row = row / (both + mass)  # Lance, Williams (1967)
+        row = np.where(np.isnan(row), np.inf, np.maximum(row, 0.0))
+        mass[i], mass[j], node[i] = both, np.nan, n + k
+        row[i] = np.inf
+        cost[i] = cost[:, i] = row
+        cost[j] = cost[:, j] = np.inf
+    joined = torch.tensor(children, dtype=torch.long).view(-1, 2)
+    return Tree(joined, torch.from_numpy(members), torch.tensor(costs, dtype=torch.float64))
 
 
 def _squared_distances(points: Tensor) -> Tensor:
-    """Return |p - q|^2 in float64 [n, n], computed where the points are; long ones a piece at a time."""
+    """Return |p - q|^2 in float64 [n, n], computed where the points are; long ones a piece at a time.
+
+    Many points are multiplied with each other. Of few, differences are taken, which are zero where points coincide.
+    """
     total = torch.zeros(len(points), len(points), dtype=torch.float64)
     for piece in points.detach().split(PIECE, 1):
         part = piece.double()
         part = part - part.mean(0)
-        total += torch.cdist(part, part).square().cpu()
+        if len(part) <= FEW:
+            total += torch.cdist(part, part).square().cpu()
+            continue
+        products = part @ part.t()
+        lengths = products.diagonal()
+        total += (lengths + lengths.unsqueeze(1) - 2 * products).clamp(min=0).cpu()
     return total
 
 
