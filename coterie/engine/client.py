@@ -20,6 +20,7 @@ from coterie.engine.row_privacy import RowPrivacy, refuse
 from coterie.models import blocks, fast
 from coterie.models.base import norm
 from coterie.models.fast.lazy_models import materialize
+from coterie.models.fast.span_models import SpanModels
 from coterie.models.glm import Glm
 from coterie.models.groups import ParameterGroups
 from coterie.models.local_sgd import Centres, SgdJob
@@ -145,6 +146,13 @@ class Client:
             Of all rows if the algorithm's `batch` is 0 or no client has more rows than that.
         """
         self.model.require_gradients()
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if isinstance(x, SpanModels) and mask is None and self.private is None:
+            self.batches.skip("", -again)
+            draws = self.batches.draws("", 1)
+            self.batches.skip("", 1)
+            return x.gradient(draws)
         x = materialize(x)
         mask = None if mask is None else mask.to(x.device)
         if self.private is not None:
@@ -152,6 +160,35 @@ class Client:
             return grad if mask is None else grad * mask
         grad = self.full_grad(x) if self._all_rows else self._minibatch_grad(x, "", again)
         return grad if mask is None else grad * mask
+
+    def along_rows(self, gradients: int, *models: Tensor) -> tuple[Tensor, ...]:
+        """Return models in a form in which gradients on minibatches, at them and where they lead to, cost less.
+
+        Sums of such models and of their gradients, and multiples of them, are of that form too; any other operation
+        makes tensors of them. Results are the same up to rounding. Where this saves nothing, models are returned as
+        they are.
+
+        Parameters
+        ----------
+        gradients : int
+            How many gradients the phase will ask for.
+        *models : Tensor, [..., d]
+            All models that gradients will be taken at, or that will be added to them.
+
+        Returns
+        -------
+        tuple of Tensor, [..., d]
+        """
+        if len(self.lead) != 1 or self._runtime.loop or self._all_rows or self.private is not None:
+            return models
+        rows, drawn = self._runtime.train, gradients * self._batch
+        models = tuple(map(materialize, models))
+        path = fast.find("span", self.model, rows, models, drawn)
+        if path is None:
+            return models
+        self._runtime.used[path.name] += 1
+        found: tuple[Tensor, ...] = path.run(self.model, rows, self._at, models, self.threads)
+        return found
 
     def public_rows(self, count: int) -> Tensor:
         """Return inputs that everybody can draw from the seed, [..., count, *features]: standard normal numbers."""
@@ -181,7 +218,12 @@ class Client:
         def counts(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             return self.model.hits(targets, weight).sum(-2)
 
-        return self.over_rows(counts, self.initial_model())
+        self._require_free("functions of its rows")
+        if self._runtime.loop or self.model.classes_known * len(self._runtime.ids) > MOST_KNOWN:
+            return self.over_rows(counts, self.initial_model())
+        return self._runtime.once(
+            "class counts", lambda all: all.over_rows(counts, all.initial_model()), self._at
+        )
 
     def class_sums(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a client tells of its features, those of the last layer at x, by class; numbers are one class.
@@ -243,7 +285,14 @@ class Client:
             return torch.cat(blocks.mean_and_noise(self.model.grad, w, *few), -1)
 
         self.model.require_gradients()
-        found = self.over_rows(measured, materialize(x))
+        found, x, rows = None, materialize(x), self._runtime.train
+        if len(self.lead) == 1 and not self._runtime.loop and self.private is None:
+            path = fast.find("noisy gradient", self.model, rows, x, most)
+            if path is not None:
+                found = path.run(self.model, rows, self._at, x, self.threads)
+                self._runtime.used[path.name] += found is not None
+        if found is None:
+            found = self.over_rows(measured, x)
         return found[..., :-2], found[..., -2:-1], found[..., -1:]
 
     def sgd(
@@ -307,7 +356,10 @@ class Client:
         mask = None if mask is None else mask.to(x.device)
         anchor, prox = (None, 0.0) if anchor is None or not prox else (materialize(anchor), prox)
         if linear is not None and anchor is not None:
-            anchor, linear = anchor - linear / prox, None  # both together are a pull to another anchor
+            anchor, linear = (
+                torch.sub(anchor, linear, alpha=1 / prox),
+                None,
+            )  # both together are a pull to another anchor
         if self.private is not None and stream in self.stays:
             with self._free():
                 return self.sgd(
@@ -517,11 +569,18 @@ class Client:
     def errors(self, models: Tensor, split: str = "train") -> Tensor:
         """Return `error` of several models [..., m, d], [..., m]; the rows are read once."""
         self._require_free("losses")
+        models, rows = materialize(models), self._visible(split)
+        if len(self.lead) == 1 and not self._runtime.loop:
+            path = fast.find("errors", self.model, rows, models)
+            if path is not None:
+                self._runtime.used[path.name] += 1
+                found: Tensor = path.run(self.model, rows, self._at, models, self.threads)
+                return found
 
         def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
             return self.model.measure_each(w, inputs, targets, weight, [LOSS])[LOSS.name].squeeze(-1)
 
-        return self.over_rows(measured, models, self._visible(split), reduce=False)
+        return self.over_rows(measured, models, rows, reduce=False)
 
     def features(self, x: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor]:
         """Return what reaches the model's last layer at x, with targets and weights of the rows.

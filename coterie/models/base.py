@@ -37,7 +37,9 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     >>> dot(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([11.])
     """
-    return (a * b).sum(-1, keepdim=True)
+    in_span = getattr(a, "span_product", None)  # of gradients that are not written out
+    found: Tensor | None = None if in_span is None else in_span(b)
+    return (a * b).sum(-1, keepdim=True) if found is None else found
 
 
 def norm(a: Tensor) -> Tensor:

@@ -64,18 +64,48 @@ def mean_and_noise(
         mean, noise, filled = (torch.cat(found) for found in zip(*parts, strict=True))
         return mean, noise, filled
     missing = -rows % count
-    dealt = [_dealt(part, len(lead), missing, count) for part in (x, y, weight)]
+    blocks = [_dealt(part, len(lead), missing, count) for part in (x, y, weight)]
     total = weight.sum(-1, keepdim=True)
-    inside = dealt[2].sum(-1)
-    scaled = dealt[2] * (total / inside.clamp(min=torch.finfo(inside.dtype).tiny)).unsqueeze(-1)
+    inside = blocks[2].sum(-1)
+    scaled = blocks[2] * (total / inside.clamp(min=torch.finfo(inside.dtype).tiny)).unsqueeze(-1)
     many = w.unsqueeze(-2).expand(*lead, count, w.shape[-1])
-    flat = [part.flatten(0, len(lead)) for part in (many, dealt[0], dealt[1], scaled)]
+    flat = [part.flatten(0, len(lead)) for part in (many, blocks[0], blocks[1], scaled)]
     each = grad(*flat).view(*lead, count, -1)
     share = inside / total.clamp(min=torch.finfo(total.dtype).tiny)
     mean = (share.unsqueeze(-1) * each).sum(-2)
     used = (share > 0).sum(-1, keepdim=True).to(mean.dtype)
     errors = share.unsqueeze(-1) * (each - mean.unsqueeze(-2))
-    products = errors @ errors.mT
+    alone = mean.square().sum(-1, keepdim=True)
+    return mean, *spread_of(errors @ errors.mT, used, alone, w.shape[-1])
+
+
+def spread_of(products: Tensor, used: Tensor, alone: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Return noise and dimensions, [..., 1], by the inner products [..., B, B] of the errors of blocks.
+
+    Parameters
+    ----------
+    products
+        Inner products of p_b (g_b - g).
+    used
+        Number of blocks that have rows, [..., 1].
+    alone
+        Noise if there is one such block, [..., 1].
+    d
+        Number of parameters.
+
+    Returns
+    -------
+    tuple of Tensor
+        Noise and dimensions.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.models.blocks import spread_of
+    >>> noise, _ = spread_of(torch.eye(2), torch.tensor([2.0]), torch.tensor([0.0]), d=3)
+    >>> noise.item()
+    4.0
+    """
     total = products.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     across = products.square().sum((-2, -1)).unsqueeze(-1) - products.diagonal(dim1=-2, dim2=-1).square().sum(
         -1, keepdim=True
@@ -83,9 +113,42 @@ def mean_and_noise(
     tiny = torch.finfo(total.dtype).tiny
     pairs = (used * (used - 1)).clamp(min=1)
     filled = (total / used.clamp(min=1)).square() / (across / pairs).clamp(min=tiny)
-    alone = mean.square().sum(-1, keepdim=True)
     noise = torch.where(used > 1, total * used / (used - 1).clamp(min=1), alone)
-    return mean, noise, torch.where(used > 2, filled, 1.0).clamp(1, w.shape[-1])
+    return noise, torch.where(used > 2, filled, 1.0).clamp(1, d)
+
+
+def dealt(place: Tensor, size: Tensor, client: Tensor) -> Tensor:
+    """Return the block that each row of several clients is dealt to, once `drawn_rows` has put them in order.
+
+    Parameters
+    ----------
+    place
+        Place of each row among those of its client, [rows].
+    size
+        Rows of each client, [k], at least as many as blocks.
+    client
+        Client of each row, [rows].
+
+    Returns
+    -------
+    Tensor
+        Block, [rows].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.models.blocks import dealt
+    >>> dealt(torch.arange(16), torch.tensor([16]), torch.zeros(16, dtype=torch.long)).bincount().tolist()
+    [2, 2, 2, 2, 2, 2, 2, 2]
+    """
+    lot = _lots(int(size.max()))
+    earlier = (lot < lot.unsqueeze(-1)).cumsum(-1)  # of the first rows, how many come before a row
+    return earlier[place, size[client] - 1] % BLOCKS
+
+
+def _lots(count: int) -> Tensor:
+    """Return random numbers in [0, 1) that depend on nothing but the position."""
+    return randomness.uniform(randomness.slots(randomness.key("drawn rows"), count))
 
 
 def drawn_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +181,7 @@ def drawn_rows(x: Tensor, y: Tensor, weight: Tensor, most: int) -> tuple[Tensor,
     [[0.5, 0.5]]
     """
     axis, rows = weight.dim() - 1, weight.shape[-1]
-    lot = randomness.uniform(randomness.slots(randomness.key("drawn rows"), rows)).to(weight.device)
+    lot = _lots(rows).to(weight.device)
     order = torch.where(weight > 0, lot, 1 + lot).argsort(-1)[..., :most]
     few = weight.gather(axis, order)
     few = few * (weight.sum(-1, keepdim=True) / few.sum(-1, keepdim=True).clamp(min=1e-30))

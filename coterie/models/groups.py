@@ -90,6 +90,8 @@ class Part:
 
     def of(self, x: Tensor) -> Tensor:
         """Return these entries of x [..., d], [..., size]."""
+        if self.size == len(self.mask):
+            return x
         if self._columns is not None:
             rows, columns = self._columns
             found: Tensor = x.unflatten(-1, (rows, -1))[..., columns].flatten(-2)
@@ -98,6 +100,8 @@ class Part:
 
     def into(self, x: Tensor, values: Tensor) -> Tensor:
         """Return a copy of x, [d] or [..., d], with `values` [..., size] in these entries."""
+        if self.size == len(self.mask):
+            return values
         if (
             values.dim() == 2
             and len(values) > 1

@@ -4,7 +4,9 @@
 #define LANES 4
 #define DUAL_SGD coterie_dual_sgd_4
 #define GLM_GRADIENT coterie_glm_gradient_4
+#define ROW_SPAN coterie_row_span_4
 #include "dual_sgd.h"
+#include "row_span.h"
 #endif
 
 #include "dual_sgd_work.h"
@@ -14,10 +16,12 @@
 
 typedef int64_t kernel(const dual_sgd_work *, int);
 typedef int64_t gradient(const glm_gradient_work *);
+typedef int64_t span(const row_span_work *);
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 kernel coterie_dual_sgd_8, coterie_dual_sgd_16;
 gradient coterie_glm_gradient_8, coterie_glm_gradient_16;
+span coterie_row_span_8, coterie_row_span_16;
 #endif
 
 /* With vectors of so many floats; 0: as many as this processor has. */
@@ -113,6 +117,18 @@ int64_t coterie_glm_gradient(const glm_gradient_work *work, int lanes) {
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
     if (like == coterie_dual_sgd_16) return coterie_glm_gradient_16(work);
     if (like == coterie_dual_sgd_8) return coterie_glm_gradient_8(work);
+#endif
+    return like || !work ? NO_MEMORY : OUT_OF_RANGE; /* nobody asks where nothing suits */
+}
+
+/* An operation in the span of rows, with the vectors that `chosen` takes. */
+int64_t coterie_row_span(const row_span_work *work, int lanes) {
+    kernel *like = chosen(lanes);
+#if defined(__aarch64__)
+    if (like) return coterie_row_span_4(work);
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    if (like == coterie_dual_sgd_16) return coterie_row_span_16(work);
+    if (like == coterie_dual_sgd_8) return coterie_row_span_8(work);
 #endif
     return like || !work ? NO_MEMORY : OUT_OF_RANGE; /* nobody asks where nothing suits */
 }

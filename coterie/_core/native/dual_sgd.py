@@ -14,6 +14,8 @@ ALL, ALL_BUT_LAST, LAST = 0, 1, 2  # columns that steps move
 _numbers = (
     "parts clients everybody rows outputs columns largest width steps batch loss integers summed moving"
 )
+_span_numbers = "first last everybody rows outputs columns largest width length batch loss integers"
+_span_results = "shares moved models weights totals"
 _rows = "at start size x y kernels made tables centres"
 
 
@@ -46,6 +48,21 @@ class GradientWork(ctypes.Structure):
     )
 
 
+class SpanWork(ctypes.Structure):
+    """The C struct `row_span_work`; the caller keeps alive the tensors that it points to."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _span_numbers.split()),
+        *((name, ctypes.c_void_p) for name in "at start size offset x y kernels made".split()),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("tables", "steps", "scores", "keys")),
+        *((name, ctypes.c_int64) for name in ("number", "summed")),
+        *((name, ctypes.c_void_p) for name in _span_results.split()),
+        ("blocks", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("block", "sums")),
+    )
+
+
 available = library is not None and bool(library.coterie_dual_sgd_suits(0))
 
 
@@ -53,6 +70,12 @@ def run(work: Work) -> None:
     """Run the C kernel on this work, one thread per part, without holding Python's global lock."""
     assert library is not None
     check(library.coterie_dual_sgd(ctypes.byref(work), lanes))
+
+
+def run_span(work: SpanWork) -> None:
+    """Run one operation in the span of rows, without holding Python's global lock."""
+    assert library is not None
+    check(library.coterie_row_span(ctypes.byref(work), lanes))
 
 
 def check(problem: int) -> None:

@@ -4,5 +4,7 @@
 #define LANES 16
 #define DUAL_SGD coterie_dual_sgd_16
 #define GLM_GRADIENT coterie_glm_gradient_16
+#define ROW_SPAN coterie_row_span_16
 #include "dual_sgd.h"
+#include "row_span.h"
 #endif

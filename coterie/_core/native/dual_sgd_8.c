@@ -4,5 +4,7 @@
 #define LANES 8
 #define DUAL_SGD coterie_dual_sgd_8
 #define GLM_GRADIENT coterie_glm_gradient_8
+#define ROW_SPAN coterie_row_span_8
 #include "dual_sgd.h"
+#include "row_span.h"
 #endif

@@ -46,4 +46,29 @@ typedef struct {
     float *gradients;    /* [clients, outputs, columns] */
 } glm_gradient_work;
 
+/* One operation on the clients from `first` to before `last` of a stack, in the span of their rows. Arrays [outputs, length] have the
+   rows of one client after the other, from `offset` on. With keys: slopes of the rows that are drawn; with blocks: the
+   gradients of all rows at the tables, as models, and their sums; with models: these; with weights: a sum; otherwise scores. */
+typedef struct {
+    int64_t first, last, everybody, rows, outputs, columns, largest, width, length, batch, loss, integers;
+    const int64_t *at, *start, *size, *offset; /* as above; [clients] */
+    const float *x;
+    const void *y;
+    float *kernels;
+    uint8_t *made;
+    int64_t count;        /* of sets of tables that are scored */
+    const float **tables; /* [count]: to be scored, or one to which rows are added to make models; NULL: zeros */
+    const int64_t *steps; /* [count]: from the table of a client to that of the next */
+    float *scores;        /* [count, outputs, length] */
+    const int64_t *keys;  /* [clients], of the draw of a minibatch, which is the one with this number */
+    int64_t number, summed;
+    float *shares, *moved; /* [outputs, length]: of the rows, and what they change in the scores */
+    float *models;         /* [clients, outputs, columns] */
+    const float *weights;  /* [clients] in the sum of shares X */
+    float *totals;         /* [outputs, columns], to which that sum is added */
+    int64_t blocks;
+    const int64_t *block;  /* [length]: of each row */
+    float *sums;           /* [clients, blocks, blocks]: inner products of the summed gradients of blocks */
+} row_span_work;
+
 #endif

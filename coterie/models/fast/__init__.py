@@ -14,6 +14,9 @@ commas leaves only those on.
 | gradient | `Network.grad` | model, w [k, d], x, y, weight: gradients of a stack of clients |
 | row gradient | `client.grad_on`, `full_grad` | model, w [k, d], x, y, weight: gradients of linear models |
 | minibatch gradient | `client.grad`, `sgd` | model, w [k, d], rows, then drawn, weight [k, B]: the same on some rows |
+| span | `client.along_rows` | model, rows, models [k, d], rows drawn in all: models of which sums stay in a span |
+| noisy gradient | `client.grad_with_noise` | model, rows, x [k, d], most rows: gradients, noise, dimensions |
+| errors | `client.errors` | model, rows, models [k, m, d]: the mean losses [k, m] of all rows |
 | features | `Network.hidden_features`, `feature_grad` | model, w [k, d], then x: what reaches the last layer |
 | client gradient | `Network.grad` | model, w [d], x, y, weight: the gradient of one client |
 | statistics | `client.full_grad`, `loss`, `solve` | model, rows: sums over rows that replace the rows |
@@ -46,6 +49,7 @@ from coterie.models.fast import (
     mlp_kernel,
     parallel_clients,
     quadratic_descent,
+    row_span,
     row_statistics,
     tree_kernel,
     vmap,
@@ -114,6 +118,9 @@ PATHS = (
         late=True,
     ),
     FastPath("group-norm", "group norm", group_norm.takes, group_norm.normalised),
+    FastPath("row-span", "span", row_span.supports, row_span.run),
+    FastPath("row-span", "noisy gradient", row_span.supports_noise, row_span.noise),
+    FastPath("row-span", "errors", row_span.supports_errors, row_span.errors),
     FastPath("row-statistics", "statistics", row_statistics.supports, row_statistics.run),
     FastPath("tree-kernel", "tree leaves", tree_kernel.supports, tree_kernel.leaves),
     FastPath("tree-kernel", "tree walk", tree_kernel.supports_walk, tree_kernel.walk),

@@ -114,9 +114,9 @@ class LazyModels(Tensor):
             self._compute(weights)
             self.descents.note_weights(weights)
         assert self._sum is not None
-        total = _with_combined(self._sum[1], self.tables, weights, self.share)
+        total = with_combined(self._sum[1], self.tables, weights, self.share)
         if self.anchors is not None:
-            total = _with_combined(total, self.anchors, weights, self.anchor_share)
+            total = with_combined(total, self.anchors, weights, self.anchor_share)
         return total.flatten().unsqueeze(0)
 
     def _compute(self, weights: Tensor | None = None, models: Tensor | None = None) -> None:
@@ -136,7 +136,7 @@ def finite_witness(value: Tensor) -> Tensor:
     return value.witness() if isinstance(value, LazyModels) else value.sum()
 
 
-def _with_combined(total: Tensor, tables: Tensor, weights: Tensor, share: float) -> Tensor:
+def with_combined(total: Tensor, tables: Tensor, weights: Tensor, share: float) -> Tensor:
     """Return the total plus `share` times the sum of tables [k, ...] with weights [k, 1]."""
     if tables.stride(0) == 0:
         return total.add(tables[0], alpha=share * float(weights.sum()))

@@ -21,7 +21,7 @@ from coterie.models.network import Network
 
 NAMES = sorted({path.name for path in fast.PATHS})
 ON_GPU = {"compiled-graphs", "cuda-graphs", "group-norm"}
-HELPERS = {"group_norm_triton", "lazy_models", "operations", "ragged", "winograd"}
+HELPERS = {"group_norm_triton", "lazy_models", "operations", "ragged", "span_models", "winograd"}
 
 
 def federation(model: Model, images: bool = False, single: bool = False) -> Federation:
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "glm-kernel": (
         lambda: federation(models.softmax(classes=3), single=True),
-        {"name": "apfl", "batch": 4, "steps": 3},
+        {"name": "fedala", "batch": 4, "mixing_steps": 3},
     ),
     "mlp-kernel": (
         lambda: federation(models.mlp((5,), classes=3, stacked=True)),
@@ -61,6 +61,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "vmap": (
         lambda: federation(models.network(Odd, stacked=True)),
         {"name": "fedavg", "batch": 4},
+    ),
+    "row-span": (
+        lambda: federation(models.softmax(classes=3)),
+        {"name": "apfl", "batch": 4, "steps": 3},
     ),
     "row-statistics": (lambda: federation(models.linear(l2=0.1)), {"name": "fedavg", "batch": 0, "lr": 0.01}),
     "quadratic-descent": (
