@@ -64,7 +64,8 @@ class Apfl(Algorithm):
         client.keep.personal, client.keep.alpha = x, torch.full_like(client.size, self.alpha)
 
     def train(self, client: Client, x: Tensor) -> Tensor:
-        w, v, alpha = x, client.keep.personal, client.keep.alpha
+        w, v = client.along_rows(2 * self.steps, x, client.keep.personal)
+        alpha = client.keep.alpha
         for k in range(self.steps):
             grad, own = client.grad(w), client.grad(torch.lerp(w, v, alpha), again=True)
             slope = dot(own, v - w) if self.learn_alpha and k == 0 else 0.0

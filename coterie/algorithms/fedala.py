@@ -45,7 +45,7 @@ class FedAla(FedAvg):
         v, weights, mixed = client.keep.personal, client.keep.weights, client.groups[self.mix]
         for _ in range(self.mixing_steps):
             grad = client.grad(torch.lerp(v, x, weights), mask=mixed)
-            weights = torch.addcmul(weights, grad, x - v, value=-self.mixing_lr).clamp(0, 1)
+            weights = torch.addcmul(weights, grad, x - v, value=-self.mixing_lr).clamp_(0, 1)
         client.keep.weights = weights
         client.keep.personal = client.sgd(torch.lerp(v, x, weights), self.lr, self.steps)
         return client.keep.personal

@@ -66,7 +66,7 @@ class FedDyn(Algorithm):
     def train(self, client: Client, x: Tensor) -> Tensor:
         g = client.keep.g
         y = client.sgd(x, self.lr, self.steps, prox=self.alpha, anchor=x, linear=-g)
-        client.keep.g = g - self.alpha * (y - x)
+        client.keep.g = torch.sub(g, y - x, alpha=self.alpha)
         return y
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:

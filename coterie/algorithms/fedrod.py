@@ -57,6 +57,7 @@ class FedRoD(Algorithm):
     def train(self, client: Client, x: Tensor) -> Tensor:
         head, p, shift = last_linear(client.model, self.name).whole, client.keep.head, self._shift(client)
         penalty = client.model.l2 if isinstance(client.model, Network) else 0.0
+        x, p, shift = client.along_rows(2 * self.steps, x, p, shift)
         for _ in range(self.steps):
             slope = client.grad(head.into(x, head.of(x) + p))
             x = x - self.lr * (client.grad(x + shift, again=True) - penalty * shift)

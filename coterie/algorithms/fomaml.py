@@ -46,11 +46,13 @@ class FOMAML(Algorithm):
         return State(x=r.mean(uniform=True))
 
     def train(self, client: Client, x: Tensor) -> Tensor:
+        (x,) = client.along_rows(self.steps * (self.inner_steps + 1), x)
         for _ in range(self.steps):
             x = x - self.lr * client.grad(self._adapted(client, x, self.inner_steps))
         return x
 
     def deploy(self, client: Client, x: Tensor) -> Tensor:
+        (x,) = client.along_rows(self.tuning_steps, x)
         return self._adapted(client, x, self.tuning_steps)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:

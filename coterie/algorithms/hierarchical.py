@@ -332,7 +332,8 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
 
     def train(self, client: Client, centre: Tensor) -> Tensor:
         """Take steps that are explicit in the mean loss and implicit in the pull, which cannot overshoot."""
-        x, scale = client.keep.model, weight_of(client) / client.size
+        x, centre = client.along_rows(self.steps, client.keep.model, centre)
+        scale = weight_of(client) / client.size
         pace = self.lr * self.gamma / client.size
         for _ in range(self.steps):
             x = (x - self.lr * scale * client.grad(x) + pace * centre) / (1 + pace)

@@ -32,6 +32,7 @@ class MamlFL(FTFA):
     delta: float = setting(1e-3, "half-width of the difference for hessian = free", above=0)
 
     def train(self, client: Client, x: Tensor) -> Tensor:
+        (x,) = client.along_rows(2 * self.steps, x)  # or more, if products with the Hessian are gradients
         for _ in range(self.steps):
             ahead = x - self.alpha * client.grad(x)
             u = client.grad(ahead)

@@ -61,14 +61,15 @@ class PFedHN(Algorithm):
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         ids = fed.sample(t, self.participation)
-        asked = s.descriptions if ids is None else s.descriptions[ids]
-        r = fed.map(self.train, to=ids, each={"x": self.models(s.fields(), asked)})
-        if not len(r):
-            return s
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in s.tensors().items()}
-            written = self.models(leaves, leaves["descriptions"][r.ids])
-            slopes = torch.autograd.grad((written * r.values).sum(), list(leaves.values()))
+            asked = leaves["descriptions"] if ids is None else leaves["descriptions"][ids]
+            written = self.models(leaves, asked)
+        r = fed.map(self.train, to=ids, each={"x": written.detach()})
+        if not len(r):
+            return s
+        delta = r.put(torch.zeros(fed.n, fed.d, dtype=fed.dtype, device=fed.device))
+        slopes = torch.autograd.grad(written, list(leaves.values()), delta if ids is None else delta[ids])
         step = {name: 1 / len(r) for name in leaves} | {"descriptions": 1.0}
         moved = zip(leaves.items(), slopes, strict=True)
         return State(

@@ -48,6 +48,7 @@ class PFedMe(Algorithm):
         return State(x=(1 - self.beta) * s.x + self.beta * r.mean())
 
     def train(self, client: Client, x: Tensor) -> Tensor:
+        (x,) = client.along_rows(self.steps * self.inner_steps, x)
         for _ in range(self.steps):
             if self.inner_steps == 0:
                 v = client.solve(x, prox=self.lam)
