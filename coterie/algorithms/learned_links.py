@@ -158,14 +158,15 @@ class LearnedLinks(HeadSums):
         asked = company.nonzero().squeeze(-1) if ids is None else ids[company[ids]]
         if len(asked) == 0:
             return s
-        r = fed.map(self.probe, each={"z": group_medians(s.models, groups)[asked]}, to=asked)
+        r = fed.map(self.probe, each={"z": _some(group_medians(s.models, groups), asked)}, to=asked)
         if len(r) == 0:
             return s
         waiting = [(groups[r.ids] == group).nonzero().squeeze(-1) for group in groups[r.ids].unique()]
         while waiting:
             here = waiting.pop()
             members = r.ids[here]
-            told = [r["grad"][here], r["noise"][here], fed.sizes[members], r["dimensions"][here]]
+            told = [_some(r[name], here) for name in ("grad", "noise", "dimensions")]
+            told.insert(2, fed.sizes[members])
             half, times = halves(*told)
             pairs = (members.unsqueeze(1), members)
             after = weights[pairs] - self.pace * max(1.0, times)  # a clear cut is made at once
@@ -174,7 +175,8 @@ class LearnedLinks(HeadSums):
                 count, who = int(part.sum()), members[part]
                 if count < 2:
                     continue
-                mean[who] += (spread(*(value[part] for value in told[:3])) - mean[who]) / looks[who]
+                inside = part.nonzero().squeeze(-1)
+                mean[who] += (spread(*(_some(one, inside) for one in told[:3])) - mean[who]) / looks[who]
                 close = closeness(float(mean[who].mean()), count, float(told[3][part].median()))
                 most = min(1.0, s.curvature * close / max(1e-12, s.rho * count))
                 both = part.unsqueeze(1) & part
@@ -337,6 +339,11 @@ class LearnedLinks(HeadSums):
         """Return the floats down and up of the phases by which links are learned."""
         looks = {"probe": (d, d + 2), "place": (0, d + 1), "agree": (d, d), "agree_with_noise": (d, d + 1)}
         return looks | self.finding_traffic(d) | self.head_traffic(d)
+
+
+def _some(values: Tensor, which: Tensor) -> Tensor:
+    """Return values [n, ...] at these places, in ascending order; all of them are not copied."""
+    return values if len(which) == len(values) else values[which]
 
 
 def tells_by_fits(fed: Federation) -> bool:

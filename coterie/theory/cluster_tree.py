@@ -92,18 +92,18 @@ def ward(points: Tensor, weights: Tensor) -> Tree:
     cost = _squared_distances(points).numpy() * (mass[:, None] * mass / (mass[:, None] + mass))
     np.fill_diagonal(cost, np.inf)
     node, children, costs = list(range(n)), [], []  # numpy: a step has many small operations
+    gone = np.zeros(n, dtype=bool)
     for k in range(n - 1):
         i, j = sorted(divmod(int(cost.argmin()), n))
         children.append((node[i], node[j]))
         costs.append(float(cost[i, j]))
         members[n + k] = members[node[i]] | members[node[j]]
         both = mass[i] + mass[j]
-        with np.errstate(invalid="ignore"):  # those that are joined already: infinity less infinity
-            row = (mass[i] + mass) * cost[i] + (mass[j] + mass) * cost[j] - mass * cost[i, j]
-        row = row / (both + mass)  # Lance, Williams (1967)
-        row = np.where(np.isnan(row), np.inf, np.maximum(row, 0.0))
-        mass[i], mass[j], node[i] = both, np.nan, n + k
+        row = (mass[i] + mass) * cost[i] + (mass[j] + mass) * cost[j] - mass * costs[k]
+        row = np.maximum(row / (both + mass), 0.0)  # Lance, Williams (1967)
         row[i] = np.inf
+        mass[i], node[i], gone[j] = both, n + k, True
+        row[gone] = np.inf
         cost[i] = cost[:, i] = row
         cost[j] = cost[:, j] = np.inf
     joined = torch.tensor(children, dtype=torch.long).view(-1, 2)
@@ -117,8 +117,8 @@ def _squared_distances(points: Tensor) -> Tensor:
     """
     total = torch.zeros(len(points), len(points), dtype=torch.float64)
     for piece in points.detach().split(PIECE, 1):
-        part = piece.double()
-        part = part - part.mean(0)
+        part = piece.to(torch.float64, copy=True)
+        part -= part.mean(0)
         if len(part) <= FEW:
             total += torch.cdist(part, part).square().cpu()
             continue

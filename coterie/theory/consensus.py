@@ -109,10 +109,11 @@ def group_medians(models: Tensor, groups: Tensor) -> Tensor:
 
 def _median(models: Tensor) -> Tensor:
     """Return the median [d] of models [n, d]; numpy sorts many columns ten times as fast as torch finds medians."""
-    if models.device.type != "cpu" or bool(models.isnan().any()):
+    ordered = np.sort(models.detach().numpy(), axis=0) if models.device.type == "cpu" else None
+    if ordered is None or bool(np.isnan(ordered[-1]).any()):  # numpy puts them last
         return (models.median(0).values - (-models).median(0).values) / 2
-    ordered, n = np.sort(models.detach().numpy(), axis=0), len(models)
-    return torch.from_numpy(ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    lower, upper = (ordered[k] for k in ((len(models) - 1) // 2, len(models) // 2))
+    return torch.from_numpy(lower + upper) / 2
 
 
 def recent_links(weights: Tensor, seen: Tensor, t: int, patience: int) -> Tensor:

@@ -142,7 +142,7 @@ def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> tu
     of_a_row = (noise * rows).clamp(min=0).double().flatten().cpu()
     parts = tree.members[tree.children[-1]]
     usual = min(float(of_a_row[part].median()) for part in parts)
-    lengths = grads.double().square().sum(1).cpu() * rows.double().flatten().cpu()
+    lengths = torch.linalg.vector_norm(grads, dim=1).double().cpu().square() * rows.double().flatten().cpu()
     allowed = bar(float(dimensions.median()), len(grads)) * usual + ROUNDING * float(lengths.sum())
     times = float(tree.costs[-1]) / max(allowed, 1e-300)
     labels[parts[1]] = int(times > 1)
@@ -174,8 +174,9 @@ def spread(grads: Tensor, noise: Tensor, rows: Tensor) -> float:
     >>> spread(torch.tensor([[0.0], [2.0]]), one, one)
     2.0
     """
-    mean = (rows * grads).sum(0) / rows.sum()
-    apart = float((rows * (grads - mean).square()).sum())
+    share = (rows / rows.sum()).to(grads.dtype)
+    lengths = torch.linalg.vector_norm(grads - share.t() @ grads, dim=1, keepdim=True)
+    apart = float((rows * lengths.square()).sum())
     of_a_row = (noise * rows).clamp(min=0)
     usual = float(of_a_row.median() - (-of_a_row).median()) / 2  # an even number has two middle values
     return apart / max((len(grads) - 1) * usual, 1e-300)
