@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from coterie._core.errors import RunError
-from coterie.deploy import audit, keys
+from coterie.deploy import audit, keys, wire
 from coterie.deploy import flower_private as private
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import leave_with_parent
-from coterie.deploy.flower_node import BYTES, KIND, PARCEL, content, pulled, reply_to
+from coterie.deploy.flower_node import KIND, content, pulled, records, reply_to
 from coterie.deploy.gate import OPERATOR_HEADER
 from coterie.deploy.job import work
 from coterie.deploy.node_service import NodeService
@@ -87,13 +87,14 @@ class FlowerTransport:
         self._asked = 0.0
         self._to: dict[str, int] = {}
 
-    def send(self, envelopes: Mapping[str, bytes], lasts: float) -> dict[str, str]:
+    def send(self, envelopes: Mapping[str, wire.Content], lasts: float) -> dict[str, str]:
         """Post a message to each node that is connected, and return a ticket for each of them."""
         ids = self._signed_in(envelopes.keys())
         names = [name for name in envelopes if name in ids]
+        arrays: dict[int, Any] = {}
         encoded = [
             Message(
-                RecordDict({PARCEL: ConfigRecord({BYTES: envelopes[name]})}),
+                records(envelopes[name], arrays),
                 dst_node_id=ids[name],
                 message_type=KIND,
                 ttl=max(lasts, 1.0) + 5.0,
@@ -106,9 +107,9 @@ class FlowerTransport:
                 tickets[name], self._to[ticket] = ticket, ids[name]
         return tickets
 
-    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, wire.Content | Undelivered]:
         """Return the answers that have arrived, waiting at most `wait` seconds for parts on their way."""
-        found: dict[str, bytes | Undelivered] = {}
+        found: dict[str, wire.Content | Undelivered] = {}
         end = time.monotonic() + wait
         # The grid has no limit of its own for an answer whose parts do not come.
         http_grid.pull_objects = lambda **parts: pulled(**parts, wait=end - time.monotonic())

@@ -119,7 +119,9 @@ class Gate:
             return
         path, headers = scope["path"], dict(scope["headers"])
         if path.startswith("/v1/fleet/"):
-            receive = _within(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
+            receive = _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
+        elif path == "/v1/runtime/push-object":
+            receive = _whole(receive, None)
         if path == "/v1/fleet/pull-messages":
             await self.down.wait(headers.get(b"flwr-public-key", b""), HOLD_NODE)
         elif path == "/v1/runtime/pull-messages":
@@ -209,23 +211,31 @@ def _is_signed(key: bytes, stamp: str, signature: bytes) -> bool:
     return True
 
 
-def _within(receive: Any, seconds: float) -> Any:
-    """Return `receive` with a time limit for the whole body; a sender that is slower has gone away."""
-    end = time.monotonic() + seconds
-    whole = False
+def _whole(receive: Any, seconds: float | None) -> Any:
+    """Return `receive` that brings a body in one piece, within a time limit; a slower sender has gone away.
 
-    async def limited() -> Any:
-        nonlocal whole
-        if whole:  # the body is here; what follows is waiting for the end of the connection
+    Flower reads bodies through several layers that start tasks for every piece, which takes most of the time of a model.
+    """
+    read = False
+
+    async def at_once() -> Any:
+        nonlocal read
+        if read:  # the body is here; what follows is waiting for the end of the connection
             return await receive()
+        read, pieces, more = True, [], True
         try:
-            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+            async with asyncio.timeout(seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return message
+                    pieces.append(message.get("body", b""))
+                    more = message.get("more_body", False)
         except TimeoutError:
             return {"type": "http.disconnect"}
-        whole = not message.get("more_body", False)
-        return message
+        return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
 
-    return limited
+    return at_once
 
 
 def _is_this_machine(client: Any) -> bool:

@@ -129,7 +129,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         async def never():
             await asyncio.sleep(60)
 
-        return await gate_module._within(never, 0.05)()
+        return await gate_module._whole(never, 0.05)()
 
     assert asyncio.run(scene()) == {"type": "http.disconnect"}
 
