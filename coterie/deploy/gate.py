@@ -27,6 +27,7 @@ MOST_REQUESTS = 60_000  # of one node within the signature window
 BODY_SECONDS, BODY_RATE = 30.0, 1e5  # a body may take so long, and a second more for so many bytes
 HOLD_NODE, HOLD_SERVER = 10.0, 0.5  # seconds that a question for news may be kept waiting
 GATHER = 0.01  # seconds after a ring, in which more may come
+SETTLE = 0.2  # seconds after the first part of a message, in which its sender may send the rest
 MOST_LISTENERS = 4096
 TASK_TOKEN = b"flwr-task-token"
 LARGE = ("/v1/fleet/push-object", "/v1/fleet/push-messages")
@@ -42,9 +43,26 @@ class Bell:
         self.rings = 0
         self.heard: OrderedDict[bytes, int] = OrderedDict()
         self.waiting: set[asyncio.Future[None]] = set()
+        self.due: asyncio.TimerHandle | None = None
+
+    def ring_soon(self) -> None:
+        """Say that a part of something has arrived: ring when its sender is done, after a moment at the latest.
+
+        Whoever is told of a message that is still on its way asks for its parts again and again.
+        """
+        if self.due is None:
+            self.due = asyncio.get_running_loop().call_later(SETTLE, self.ring)
+
+    def done(self) -> None:
+        """Say that a sender has sent all it had."""
+        if self.due is not None:
+            self.ring()
 
     def ring(self) -> None:
         """Say that something has arrived; end all waiting."""
+        if self.due is not None:
+            self.due.cancel()
+            self.due = None
         self.rings += 1
         for waiter in self.waiting:
             if not waiter.done():
@@ -122,15 +140,17 @@ class Gate:
             receive = _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
         elif path == "/v1/runtime/push-object":
             receive = _whole(receive, None)
-        if path == "/v1/fleet/pull-messages":
+        if path == "/v1/fleet/pull-messages":  # a node asks for messages when it has sent its answer
+            self.up.done()
             await self.down.wait(headers.get(b"flwr-public-key", b""), HOLD_NODE)
-        elif path == "/v1/runtime/pull-messages":
+        elif path == "/v1/runtime/pull-messages":  # and the server for answers when it has sent its messages
+            self.down.done()
             await self.up.wait(headers.get(TASK_TOKEN, b""), HOLD_SERVER)
         await self.app(scope, receive, send)
         if path == "/v1/runtime/push-object":
-            self.down.ring()
+            self.down.ring_soon()
         elif path == "/v1/fleet/push-object":
-            self.up.ring()
+            self.up.ring_soon()
 
     def refusal(self, scope: Any) -> tuple[int, str] | None:
         """Return status and reason if a request is refused, else None."""
