@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from coterie.deploy.transport import Undelivered
 from coterie.models.installed import install
 
 http_grid: Any = private.http_grid  # one of its names is replaced
+BATCH, TRIES = 20, 5  # messages that are posted together, and how often if that fails
 client = ClientApp()
 server = ServerApp()
 
@@ -102,10 +103,23 @@ class FlowerTransport:
             for name in names
         ]
         tickets = {}
-        for name, ticket in zip(names, self.grid.push_messages(encoded) if encoded else [], strict=True):
-            if ticket:
-                tickets[name], self._to[ticket] = ticket, ids[name]
+        for k in range(0, len(names), BATCH):
+            some = self._posted(encoded[k : k + BATCH])
+            for name, ticket in zip(names[k : k + BATCH], some, strict=True):
+                if ticket:
+                    tickets[name], self._to[ticket] = ticket, ids[name]
         return tickets
+
+    def _posted(self, messages: list[Message]) -> list[str]:
+        """Post messages and return their tickets, empty for those that could not be posted.
+
+        Flower repeats a request that a busy SuperLink was slow to answer, and refuses a part that it has.
+        Posting the same messages again sends what is missing.
+        """
+        for _ in range(TRIES):
+            with suppress(private.ObjectPushError):
+                return list(self.grid.push_messages(messages))
+        return [""] * len(messages)
 
     def fetch(self, tickets: Collection[str], wait: float) -> dict[str, wire.Content | Undelivered]:
         """Return the answers that have arrived, waiting at most `wait` seconds for parts on their way."""

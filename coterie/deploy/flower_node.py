@@ -238,7 +238,7 @@ LARGE, RAW = "large", "coterie"  # record of the large parts, and how they are w
 def records(message: wire.Content, arrays: dict[int, Any] | None = None) -> Any:
     """Return the Flower records that carry a message.
 
-    Flower hashes a configuration record again whenever it is looked at, and an array once. It stores an array once, too,
+    Flower hashes a configuration record whenever it is looked at, and an array once. It stores an array once, too,
     however many messages have it.
 
     Parameters

@@ -45,6 +45,7 @@ WHERE = {
     ),
     "flwr.supercore.inflatable.inflatable_utils": (
         "ObjectPullError",
+        "ObjectPushError",
         "inflate_object_from_contents",
         "pull_objects",
     ),

@@ -234,7 +234,7 @@ def _is_signed(key: bytes, stamp: str, signature: bytes) -> bool:
 def _whole(receive: Any, seconds: float | None) -> Any:
     """Return `receive` that brings a body in one piece, within a time limit; a slower sender has gone away.
 
-    Flower reads bodies through several layers that start tasks for every piece, which takes most of the time of a model.
+    Flower reads bodies through layers that start tasks for every piece, which takes most of the time of a model.
     """
     read = False
 

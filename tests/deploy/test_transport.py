@@ -135,6 +135,50 @@ def test_a_look_that_the_server_held_back_needs_no_pause(monkeypatch: pytest.Mon
     assert len(paused) >= 3 and not any(paused)
 
 
+class TestPosting:
+    """Messages to many nodes, and a SuperLink that is too busy to answer in time."""
+
+    class Grid:
+        """Refuse the first `refused` posts, as Flower does with a part that came twice."""
+
+        def __init__(self, refused: int) -> None:
+            self.refused, self.posts = refused, []
+
+        def get_nodes(self) -> list[Any]:
+            return [SimpleNamespace(name=f"n{k}", node_id=k) for k in range(50)]
+
+        def push_messages(self, messages: Any) -> list[str]:
+            self.posts.append([message.metadata.dst_node_id for message in messages])
+            if len(self.posts) <= self.refused:
+                raise flower_private.ObjectPushError("part", 1, "session")
+            return [f"ticket {message.metadata.dst_node_id}" for message in messages]
+
+    @pytest.fixture
+    def flower(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        flower = pytest.importorskip("coterie.deploy.flower", reason="a federation needs the extra 'flower'")
+        made = lambda records, dst_node_id, **more: SimpleNamespace(  # noqa: E731
+            metadata=SimpleNamespace(dst_node_id=dst_node_id)
+        )
+        monkeypatch.setattr(flower, "Message", made)  # a real one needs a running task
+        return flower
+
+    def test_many_messages_are_posted_in_batches(self, flower: Any) -> None:
+        grid = self.Grid(0)
+        tickets = flower.FlowerTransport(grid).send({f"n{k}": b"m" for k in range(50)}, 5.0)
+        assert [len(post) for post in grid.posts] == [20, 20, 10]
+        assert tickets == {f"n{k}": f"ticket {k}" for k in range(50)}
+
+    def test_what_was_refused_is_posted_again(self, flower: Any) -> None:
+        grid = self.Grid(2)
+        tickets = flower.FlowerTransport(grid).send({f"n{k}": b"m" for k in range(30)}, 5.0)
+        assert len(tickets) == 30 and grid.posts[0] == grid.posts[1] == grid.posts[2] == list(range(20))
+
+    def test_who_cannot_be_posted_to_is_not_waited_for(self, flower: Any) -> None:
+        """And ends no run."""
+        answers = NodeCaller(flower.FlowerTransport(self.Grid(10**9)), deadline=5.0).ask({"n1": ({}, {})})
+        assert isinstance(answers["n1"], Late) and "not connected" in str(answers["n1"])
+
+
 class TestFlowerMessages:
     """What travels as a Flower message."""
 
