@@ -22,7 +22,7 @@ from coterie.deploy.flower_link import QUIET, missing
 
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
 WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
-HEARTBEAT = 10.0  # seconds, Flower's shortest
+HEARTBEAT, BEATS = 10.0, 8.0  # seconds: Flower's shortest, of which two may pass, and after which we beat
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
 NODE_ID = "node-id"
 
@@ -160,7 +160,7 @@ class Fleet:
 
     def beat(self, stop: threading.Event) -> None:
         """Tell the server regularly that this node is alive, until `stop` is set."""
-        while not stop.wait(HEARTBEAT / 2):
+        while not stop.wait(BEATS):
             with contextlib.suppress(Exception):
                 self.client.SendNodeHeartbeat(
                     private.SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)

@@ -25,9 +25,9 @@ MOST_BYTES = 64 << 20  # of one request of a node
 MOST_SMALL_BYTES = 1 << 20  # of requests that carry no values
 MOST_REQUESTS = 60_000  # of one node within the signature window
 BODY_SECONDS, BODY_RATE = 30.0, 1e5  # a body may take so long, and a second more for so many bytes
-HOLD_NODE, HOLD_SERVER = 10.0, 0.5  # seconds that a question for news may be kept waiting
+HOLD_NODE, HOLD_SERVER = 20.0, 0.5  # seconds that a question for news may be kept waiting
 GATHER = 0.01  # seconds after a ring, in which more may come
-SETTLE = 0.2  # seconds after the first part of a message, in which its sender may send the rest
+SETTLE_DOWN, SETTLE_UP = 5.0, 0.2  # seconds after the first part of a message, in which its sender may send the rest
 MOST_LISTENERS = 4096
 TASK_TOKEN = b"flwr-task-token"
 LARGE = ("/v1/fleet/push-object", "/v1/fleet/push-messages")
@@ -37,9 +37,17 @@ Keys = Callable[[], Mapping[bytes, str | None]]
 
 
 class Bell:
-    """Lets requests wait until something new has arrived."""
+    """Lets requests wait until something new has arrived.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    settle
+        Seconds that a sender may take to send all it has. A ring wakes all nodes, so those to whom messages go are told
+        together.
+    """
+
+    def __init__(self, settle: float = 0.0) -> None:
+        self.settle = settle
         self.rings = 0
         self.heard: OrderedDict[bytes, int] = OrderedDict()
         self.waiting: set[asyncio.Future[None]] = set()
@@ -51,7 +59,7 @@ class Bell:
         Whoever is told of a message that is still on its way asks for its parts again and again.
         """
         if self.due is None:
-            self.due = asyncio.get_running_loop().call_later(SETTLE, self.ring)
+            self.due = asyncio.get_running_loop().call_later(self.settle, self.ring)
 
     def done(self) -> None:
         """Say that a sender has sent all it had."""
@@ -122,7 +130,7 @@ class Gate:
         self.nodes, self.most_bytes = nodes, most_bytes
         self.seen: OrderedDict[tuple[bytes, str], float] = OrderedDict()
         self.requests: Counter[bytes] = Counter()
-        self.down, self.up = Bell(), Bell()
+        self.down, self.up = Bell(SETTLE_DOWN), Bell(SETTLE_UP)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, refuse it, or hold it until there is something new."""

@@ -175,10 +175,10 @@ def test_bodies_of_nodes_and_of_the_job_come_in_one_piece(gate, node):
     assert read == [b"ab", b"ab"]
 
 
-def test_a_message_is_told_of_when_its_sender_has_sent_all_of_it(gate, node, monkeypatch):
+def test_a_message_is_told_of_when_its_sender_has_sent_all_of_it(gate, node):
     """Who is told of parts asks for the others again and again. Nobody waits longer than a moment."""
     gate.ready.set()
-    monkeypatch.setattr(gate_module, "SETTLE", 0.3)
+    gate.down.settle = 0.3
 
     async def app(scope, receive, send):
         pass
