@@ -27,7 +27,10 @@ MOST_REQUESTS = 60_000  # of one node within the signature window
 BODY_SECONDS, BODY_RATE = 30.0, 1e5  # a body may take so long, and a second more for so many bytes
 HOLD_NODE, HOLD_SERVER = 20.0, 0.5  # seconds that a question for news may be kept waiting
 GATHER = 0.01  # seconds after a ring, in which more may come
-SETTLE_DOWN, SETTLE_UP = 5.0, 0.2  # seconds after the first part of a message, in which its sender may send the rest
+SETTLE_DOWN, SETTLE_UP = (
+    5.0,
+    0.2,
+)  # seconds after the first part of a message, in which its sender may send the rest
 MOST_LISTENERS = 4096
 TASK_TOKEN = b"flwr-task-token"
 LARGE = ("/v1/fleet/push-object", "/v1/fleet/push-messages")
