@@ -268,13 +268,16 @@ def in_process(rounds: int, every: int, count: int = 3) -> list[dict[str, Any]]:
     return seen
 
 
-def processor_seconds(pid: int) -> float:
-    """Return the processor time of a process and of those that it started and that are still there."""
-    total = 0.0
-    for one in family(pid):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # ended children are in it
+def processor_seconds(pids: dict[str, int]) -> dict[str, float]:
+    """Return the processor time of the server, of its job, and of all nodes, so far."""
+    total = {"server": 0.0, "job": 0.0, "nodes": 0.0}
+    for name, pid in pids.items():
+        for one in family(pid):
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+                words = Path(f"/proc/{one}/cmdline").read_text()
+                part = "nodes" if name != "server" else "job" if "flwr-serverapp" in words else "server"
+                total[part] += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
@@ -308,13 +311,12 @@ def network(count: int, rounds: int) -> dict[str, Any]:
     model, algorithm = models.mlp((2560, 2560)), make("fedavg", lr=0.01, steps=5, batch=32)
     with tempfile.TemporaryDirectory() as folder:
         with running(Path(folder) / "network", count, False, models=("mlp",), guard=False) as (opened, pids):
-            seen: list[tuple[int, float, float]] = []
+            seen: list[tuple[int, float, dict[str, float]]] = []
 
             def watch(told: dict[str, Any]) -> None:
                 t = told.get("round", 0)
                 if t and (not seen or t > seen[-1][0]):
-                    spent = sum(processor_seconds(pid) for pid in pids.values())
-                    seen.append((t, float(told["seconds"]), spent))
+                    seen.append((t, float(told["seconds"]), processor_seconds(pids)))
 
             plan = {"rounds": rounds, "select": "last", "checkpoint_every": 0, "evaluate_every": 0}
             plan |= {"aggregate": "mean"}
@@ -345,7 +347,9 @@ def network(count: int, rounds: int) -> dict[str, Any]:
         "MB of a model": round(fed.d * fed.dtype.itemsize / 1e6, 1),
         "answers missed": len(missed),
         "seconds a round on nodes": round((ended - began) / (last - first), 2),
-        "processor seconds a round on nodes": round((after - before) / (last - first), 2),
+        "processor seconds a round": {
+            part: round((after[part] - before[part]) / (last - first), 2) for part in after
+        },
         "seconds a round in one process": round(alone[0], 2),
         "processor seconds a round in one process": round(alone[1], 2),
         "seconds of its bytes over loopback": round(sent, 2),

@@ -31,6 +31,7 @@ from coterie.engine.aggregate import Aggregate
 class Wide(Algorithm):
     """The mean of vectors of a given length (made for this benchmark, 2026)."""
 
+    reveals = {"train": "model"}
     length: int = setting(1000, "numbers in an answer", low=1)
 
     def start(self, fed):

@@ -10,20 +10,20 @@ import os
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from coterie._core.errors import RunError
-from coterie.deploy import audit, keys
+from coterie.deploy import audit, keys, wire
 from coterie.deploy import flower_private as private
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import leave_with_parent
-from coterie.deploy.flower_node import BYTES, KIND, PARCEL, content, pulled, reply_to
+from coterie.deploy.flower_node import KIND, content, pulled, records, reply_to
 from coterie.deploy.gate import OPERATOR_HEADER
 from coterie.deploy.job import work
 from coterie.deploy.node_service import NodeService
@@ -32,6 +32,7 @@ from coterie.deploy.transport import Undelivered
 from coterie.models.installed import install
 
 http_grid: Any = private.http_grid  # one of its names is replaced
+BATCH, TRIES = 20, 5  # messages that are posted together, and how often if that fails
 client = ClientApp()
 server = ServerApp()
 
@@ -87,13 +88,14 @@ class FlowerTransport:
         self._asked = 0.0
         self._to: dict[str, int] = {}
 
-    def send(self, envelopes: Mapping[str, bytes], lasts: float) -> dict[str, str]:
+    def send(self, envelopes: Mapping[str, wire.Content], lasts: float) -> dict[str, str]:
         """Post a message to each node that is connected, and return a ticket for each of them."""
         ids = self._signed_in(envelopes.keys())
         names = [name for name in envelopes if name in ids]
+        arrays: dict[int, Any] = {}
         encoded = [
             Message(
-                RecordDict({PARCEL: ConfigRecord({BYTES: envelopes[name]})}),
+                records(envelopes[name], arrays),
                 dst_node_id=ids[name],
                 message_type=KIND,
                 ttl=max(lasts, 1.0) + 5.0,
@@ -101,14 +103,27 @@ class FlowerTransport:
             for name in names
         ]
         tickets = {}
-        for name, ticket in zip(names, self.grid.push_messages(encoded) if encoded else [], strict=True):
-            if ticket:
-                tickets[name], self._to[ticket] = ticket, ids[name]
+        for k in range(0, len(names), BATCH):
+            some = self._posted(encoded[k : k + BATCH])
+            for name, ticket in zip(names[k : k + BATCH], some, strict=True):
+                if ticket:
+                    tickets[name], self._to[ticket] = ticket, ids[name]
         return tickets
 
-    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+    def _posted(self, messages: list[Message]) -> list[str]:
+        """Post messages and return their tickets, empty for those that could not be posted.
+
+        Flower repeats a request that a busy SuperLink was slow to answer, and refuses a part that it has.
+        Posting the same messages again sends what is missing.
+        """
+        for _ in range(TRIES):
+            with suppress(private.ObjectPushError):
+                return list(self.grid.push_messages(messages))
+        return [""] * len(messages)
+
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, wire.Content | Undelivered]:
         """Return the answers that have arrived, waiting at most `wait` seconds for parts on their way."""
-        found: dict[str, bytes | Undelivered] = {}
+        found: dict[str, wire.Content | Undelivered] = {}
         end = time.monotonic() + wait
         # The grid has no limit of its own for an answer whose parts do not come.
         http_grid.pull_objects = lambda **parts: pulled(**parts, wait=end - time.monotonic())

@@ -16,7 +16,7 @@ from coterie.deploy import flower_private as private
 from coterie.deploy import keys
 from coterie.deploy.gate import MOST_BYTES, Gate, Keys
 
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", **private.CHUNKS}
 
 
 def serve(

@@ -17,12 +17,12 @@ from typing import Any
 
 from coterie._core.errors import CoterieError
 from coterie.deploy import flower_private as private
-from coterie.deploy import keys
+from coterie.deploy import keys, wire
 from coterie.deploy.flower_link import QUIET, missing
 
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
 WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
-HEARTBEAT = 10.0  # seconds, Flower's shortest
+HEARTBEAT, BEATS = 10.0, 8.0  # seconds: Flower's shortest, of which two may pass, and after which we beat
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
 NODE_ID = "node-id"
 
@@ -52,7 +52,7 @@ class Link:
     authority: Path | None  # None: without TLS
     log: Callable[[str], None]
 
-    def serve(self, answer: Callable[[bytes], bytes]) -> None:
+    def serve(self, answer: Callable[[wire.Content], wire.Content]) -> None:
         """Answer messages for ever; reconnect when the server was away."""
         os.environ.update(QUIET)
         waiting = False
@@ -110,7 +110,7 @@ class Link:
                 with contextlib.suppress(Exception):
                     fleet.deactivate()
 
-    def _loop(self, fleet: Fleet, answer: Callable[[bytes], bytes]) -> None:
+    def _loop(self, fleet: Fleet, answer: Callable[[wire.Content], wire.Content]) -> None:
         pause = BUSY_POLL
         while True:
             began = time.monotonic()
@@ -160,13 +160,13 @@ class Fleet:
 
     def beat(self, stop: threading.Event) -> None:
         """Tell the server regularly that this node is alive, until `stop` is set."""
-        while not stop.wait(HEARTBEAT / 2):
+        while not stop.wait(BEATS):
             with contextlib.suppress(Exception):
                 self.client.SendNodeHeartbeat(
                     private.SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)
                 )
 
-    def answer_one(self, answer: Callable[[bytes], bytes]) -> bool:
+    def answer_one(self, answer: Callable[[wire.Content], wire.Content]) -> bool:
         """Answer one message, and return whether there was one."""
         response = self.client.PullMessages(private.PullMessagesRequest(node=self.node))
         if not response.messages_list:
@@ -180,7 +180,7 @@ class Fleet:
         """Return the whole message, or None if it was withdrawn meanwhile."""
         about = private.message_from_proto(announced).metadata
         pull = private.make_pull_object_fn_protobuf(self.client.PullObject, self.node, about.run_id)
-        ids = [part.object_id for part in private.iterate_object_tree(tree)]
+        ids = list(dict.fromkeys(part.object_id for part in private.iterate_object_tree(tree)))
         try:
             parts = pulled(ids, pull, about.ttl)
         except private.ObjectPullError:
@@ -193,11 +193,11 @@ class Fleet:
         message.metadata.__dict__["_message_id"] = about.message_id
         return message
 
-    def _send(self, message: Any, answer: bytes) -> None:
+    def _send(self, message: Any, answer: wire.Content) -> None:
 
         reply = reply_to(message, answer)
-        reply.metadata.__dict__["_message_id"] = reply.object_id
         with private.no_object_id_recompute():
+            reply.metadata.__dict__["_message_id"] = reply.object_id
             response = self.client.PushMessages(
                 private.PushMessagesRequest(
                     node=self.node,
@@ -232,22 +232,53 @@ def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: 
 
 
 PARCEL, BYTES, KIND = "coterie", "message", "query"
+LARGE, RAW = "large", "coterie"  # record of the large parts, and how they are written
 
 
-def content(message: Any) -> bytes:
+def records(message: wire.Content, arrays: dict[int, Any] | None = None) -> Any:
+    """Return the Flower records that carry a message.
+
+    Flower hashes a configuration record whenever it is looked at, and an array once. It stores an array once, too,
+    however many messages have it.
+
+    Parameters
+    ----------
+    message
+        The message.
+    arrays
+        Arrays of parts of other messages, by the parts' `id`; those of this message are added.
+    """
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {} if arrays is None else arrays
+    first, *large = (message,) if isinstance(message, bytes) else message
+    found = RecordDict({PARCEL: ConfigRecord({BYTES: first})})
+    for part in large:
+        if id(part) not in arrays:
+            arrays[id(part)] = Array("uint8", (len(part),), RAW, part)
+    if large:
+        found[LARGE] = ArrayRecord({str(k): arrays[id(part)] for k, part in enumerate(large)})
+    return found
+
+
+def content(message: Any) -> wire.Content:
     """Return the bytes that a Flower message carries for us; b"" for anything else, which is rejected later."""
     try:
-        value = message.content[PARCEL][BYTES]
+        found = message.content
+        arrays = found[LARGE] if LARGE in found else {}
+        parts = (found[PARCEL][BYTES], *(arrays[str(k)].data for k in range(len(arrays))))
     except (KeyError, TypeError, ValueError, AttributeError):
         return b""
-    return value if isinstance(value, bytes) else b""
+    if not all(isinstance(part, bytes) for part in parts):
+        return b""
+    return parts if len(parts) > 1 else bytes(parts[0])
 
 
-def reply_to(message: Any, answer: bytes) -> Any:
+def reply_to(message: Any, answer: wire.Content) -> Any:
     """Return a Flower message that answers another."""
-    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.app import Message
 
-    return Message(RecordDict({PARCEL: ConfigRecord({BYTES: answer})}), reply_to=message)
+    return Message(records(answer), reply_to=message)
 
 
 def _public(key: Any) -> bytes:

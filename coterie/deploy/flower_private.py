@@ -13,6 +13,7 @@ from typing import Any
 WHERE = {
     "flwr.app.message": ("remove_content_from_message",),
     "flwr.cli.build": ("build_fab_from_disk",),
+    "flwr.common.constant": ("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE",),
     "flwr.common.serde": ("fab_to_proto", "message_from_proto", "message_to_proto", "user_config_to_proto"),
     "flwr.proto.control_pb2": (
         "ListNodesRequest",
@@ -44,6 +45,7 @@ WHERE = {
     ),
     "flwr.supercore.inflatable.inflatable_utils": (
         "ObjectPullError",
+        "ObjectPushError",
         "inflate_object_from_contents",
         "pull_objects",
     ),
@@ -61,6 +63,7 @@ MODULES = {  # modules of which a name is replaced, and the names that we use of
         ("get_popen_detach_kwargs", "_parse_superlink_lifespan_config", "SuperLinkLifespan"),
     ),
 }
+CHUNKS = {"FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(16 << 20)}  # bytes of an array that travel together
 PARTS = {name: module for module, names in WHERE.items() for name in names}
 
 

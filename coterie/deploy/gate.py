@@ -25,8 +25,12 @@ MOST_BYTES = 64 << 20  # of one request of a node
 MOST_SMALL_BYTES = 1 << 20  # of requests that carry no values
 MOST_REQUESTS = 60_000  # of one node within the signature window
 BODY_SECONDS, BODY_RATE = 30.0, 1e5  # a body may take so long, and a second more for so many bytes
-HOLD_NODE, HOLD_SERVER = 10.0, 0.5  # seconds that a question for news may be kept waiting
+HOLD_NODE, HOLD_SERVER = 20.0, 0.5  # seconds that a question for news may be kept waiting
 GATHER = 0.01  # seconds after a ring, in which more may come
+SETTLE_DOWN, SETTLE_UP = (
+    5.0,
+    0.2,
+)  # seconds after the first part of a message, in which its sender may send the rest
 MOST_LISTENERS = 4096
 TASK_TOKEN = b"flwr-task-token"
 LARGE = ("/v1/fleet/push-object", "/v1/fleet/push-messages")
@@ -36,15 +40,40 @@ Keys = Callable[[], Mapping[bytes, str | None]]
 
 
 class Bell:
-    """Lets requests wait until something new has arrived."""
+    """Lets requests wait until something new has arrived.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    settle
+        Seconds that a sender may take to send all it has. A ring wakes all nodes, so those to whom messages go are told
+        together.
+    """
+
+    def __init__(self, settle: float = 0.0) -> None:
+        self.settle = settle
         self.rings = 0
         self.heard: OrderedDict[bytes, int] = OrderedDict()
         self.waiting: set[asyncio.Future[None]] = set()
+        self.due: asyncio.TimerHandle | None = None
+
+    def ring_soon(self) -> None:
+        """Say that a part of something has arrived: ring when its sender is done, after a moment at the latest.
+
+        Whoever is told of a message that is still on its way asks for its parts again and again.
+        """
+        if self.due is None:
+            self.due = asyncio.get_running_loop().call_later(self.settle, self.ring)
+
+    def done(self) -> None:
+        """Say that a sender has sent all it had."""
+        if self.due is not None:
+            self.ring()
 
     def ring(self) -> None:
         """Say that something has arrived; end all waiting."""
+        if self.due is not None:
+            self.due.cancel()
+            self.due = None
         self.rings += 1
         for waiter in self.waiting:
             if not waiter.done():
@@ -104,7 +133,7 @@ class Gate:
         self.nodes, self.most_bytes = nodes, most_bytes
         self.seen: OrderedDict[tuple[bytes, str], float] = OrderedDict()
         self.requests: Counter[bytes] = Counter()
-        self.down, self.up = Bell(), Bell()
+        self.down, self.up = Bell(SETTLE_DOWN), Bell(SETTLE_UP)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, refuse it, or hold it until there is something new."""
@@ -119,16 +148,20 @@ class Gate:
             return
         path, headers = scope["path"], dict(scope["headers"])
         if path.startswith("/v1/fleet/"):
-            receive = _within(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
-        if path == "/v1/fleet/pull-messages":
+            receive = _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
+        elif path == "/v1/runtime/push-object":
+            receive = _whole(receive, None)
+        if path == "/v1/fleet/pull-messages":  # a node asks for messages when it has sent its answer
+            self.up.done()
             await self.down.wait(headers.get(b"flwr-public-key", b""), HOLD_NODE)
-        elif path == "/v1/runtime/pull-messages":
+        elif path == "/v1/runtime/pull-messages":  # and the server for answers when it has sent its messages
+            self.down.done()
             await self.up.wait(headers.get(TASK_TOKEN, b""), HOLD_SERVER)
         await self.app(scope, receive, send)
         if path == "/v1/runtime/push-object":
-            self.down.ring()
+            self.down.ring_soon()
         elif path == "/v1/fleet/push-object":
-            self.up.ring()
+            self.up.ring_soon()
 
     def refusal(self, scope: Any) -> tuple[int, str] | None:
         """Return status and reason if a request is refused, else None."""
@@ -209,23 +242,31 @@ def _is_signed(key: bytes, stamp: str, signature: bytes) -> bool:
     return True
 
 
-def _within(receive: Any, seconds: float) -> Any:
-    """Return `receive` with a time limit for the whole body; a sender that is slower has gone away."""
-    end = time.monotonic() + seconds
-    whole = False
+def _whole(receive: Any, seconds: float | None) -> Any:
+    """Return `receive` that brings a body in one piece, within a time limit; a slower sender has gone away.
 
-    async def limited() -> Any:
-        nonlocal whole
-        if whole:  # the body is here; what follows is waiting for the end of the connection
+    Flower reads bodies through layers that start tasks for every piece, which takes most of the time of a model.
+    """
+    read = False
+
+    async def at_once() -> Any:
+        nonlocal read
+        if read:  # the body is here; what follows is waiting for the end of the connection
             return await receive()
+        read, pieces, more = True, [], True
         try:
-            message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+            async with asyncio.timeout(seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return message
+                    pieces.append(message.get("body", b""))
+                    more = message.get("more_body", False)
         except TimeoutError:
             return {"type": "http.disconnect"}
-        whole = not message.get("more_body", False)
-        return message
+        return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
 
-    return limited
+    return at_once
 
 
 def _is_this_machine(client: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from coterie.deploy import wire
 from coterie.deploy.node_service import NodeService
 from coterie.deploy.transport import Undelivered
 
@@ -19,10 +20,10 @@ class InProcessTransport:
 
     def __init__(self, nodes: Mapping[str, NodeService]) -> None:
         self.nodes = dict(nodes)
-        self._posted: dict[str, tuple[str, bytes]] = {}
+        self._posted: dict[str, tuple[str, wire.Content]] = {}
         self._count = 0
 
-    def send(self, envelopes: Mapping[str, bytes], lasts: float) -> dict[str, str]:
+    def send(self, envelopes: Mapping[str, wire.Content], lasts: float) -> dict[str, str]:
         """Post a message to each of these nodes and return a ticket for each."""
         tickets = {}
         for name, envelope in envelopes.items():
@@ -31,9 +32,9 @@ class InProcessTransport:
             self._posted[tickets[name]] = name, envelope
         return tickets
 
-    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, wire.Content | Undelivered]:
         """Return the answers to these tickets."""
-        answers: dict[str, bytes | Undelivered] = {}
+        answers: dict[str, wire.Content | Undelivered] = {}
         for ticket in tickets:
             name, envelope = self._posted.pop(ticket)
             answers[ticket] = self.nodes[name].answer(envelope)

@@ -102,7 +102,7 @@ class NodeService:
         """Read the rows before the server asks, to report problems early; return how many there are."""
         return self.data.check()
 
-    def answer(self, message: bytes) -> bytes:
+    def answer(self, message: wire.Content) -> wire.Content:
         """Return the answer to a message.
 
         There is always one: a failure is in its `error`, with a `code` where the server can act on it. The text of an
@@ -121,7 +121,7 @@ class NodeService:
             with torch.no_grad():
                 reply, values = self.KINDS[kind](self, header, tensors)
             head = {} if self.audit is None else {"audit": self.audit.head}
-            answer = wire.encode({**reply, **head, "nonce": nonce}, values)
+            answer = wire.encode_parts({**reply, **head, "nonce": nonce}, values)
             self._write_down(entry, answer)
             return answer
         except AuditError as problem:
@@ -155,11 +155,14 @@ class NodeService:
             self.log(str(problem))
         return answer
 
-    def _write_down(self, entry: dict[str, Any], answer: bytes) -> None:
+    def _write_down(self, entry: dict[str, Any], answer: wire.Content) -> None:
         """Write to the audit log what is about to leave."""
         if self.audit is not None:
-            digest = hashlib.sha256(answer).hexdigest()
-            self.audit.write(**{**entry, "at": entry["at"]}, bytes=len(answer), sha256=digest)
+            digest = hashlib.sha256()
+            for part in (answer,) if isinstance(answer, bytes) else answer:
+                digest.update(part)
+            told = {"bytes": wire.size(answer), "sha256": digest.hexdigest()}
+            self.audit.write(**{**entry, "at": entry["at"]}, **told)
 
     def _new_nonce(self, header: dict[str, Any]) -> str:
         nonce = header.get("nonce")

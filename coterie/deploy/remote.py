@@ -525,6 +525,7 @@ class RemoteRuntime(Runtime):
             came[mine[name]] = True
         if not good:
             return Answer({}, came=came, why=why, forgot=gone)
+        good = dict(sorted(good.items(), key=lambda reply: int(mine[reply[0]][0])))  # not as they came
         places = torch.cat([mine[name] for name in good])
         order = places.argsort()
         in_order = bool((places[1:] > places[:-1]).all())  # models may be large: they are copied once

@@ -25,10 +25,10 @@ class Undelivered(Exception):
 class Transport(Protocol):
     """Carries messages to nodes, which it knows by name, and brings their answers."""
 
-    def send(self, envelopes: Mapping[str, bytes], lasts: float) -> dict[str, str]:
+    def send(self, envelopes: Mapping[str, wire.Content], lasts: float) -> dict[str, str]:
         """Post a message to each of some nodes; return a ticket for each that could be posted."""
 
-    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, bytes | Undelivered]:
+    def fetch(self, tickets: Collection[str], wait: float) -> dict[str, wire.Content | Undelivered]:
         """Return the answers that have arrived, by ticket; wait at most `wait` seconds for one on its way."""
 
 
@@ -139,13 +139,14 @@ class NodeCaller:
             What `collect` needs, by node; a node that is not connected has none.
         """
         nonces = {name: secrets.token_hex(12) for name in envelopes}
+        shared: dict[int, bytes] = {}  # what all are sent is encoded once
         encoded = {
-            name: wire.encode({**header, "nonce": nonces[name]}, tensors)
+            name: wire.encode_parts({**header, "nonce": nonces[name]}, tensors, shared)
             for name, (header, tensors) in envelopes.items()
         }
         for name, message in encoded.items():
             node = self.activity.setdefault(name, Activity())
-            node.messages, node.bytes_down = node.messages + 1, node.bytes_down + len(message)
+            node.messages, node.bytes_down = node.messages + 1, node.bytes_down + wire.size(message)
         sent, tickets = time.monotonic(), self.transport.send(encoded, lasts)
         return {
             name: Posted(ticket, nonces[name], envelopes[name][0], sent) for name, ticket in tickets.items()
@@ -188,11 +189,14 @@ class NodeCaller:
                     name = waiting.pop(ticket)
                     answers[name] = self.read(content, posted[name].nonce)
                     self.activity[name].seconds = time.monotonic() - posted[name].sent
-                    self.activity[name].bytes_up += len(content) if isinstance(content, bytes) else 0
+                    self.activity[name].bytes_up += (
+                        0 if isinstance(content, Undelivered) else wire.size(content)
+                    )
             # A look that began in time can end late; the next one is for those who answered meanwhile.
             if not waiting or began >= end:
                 break
-            time.sleep(min(pause, limit))
+            # The server holds a look back until there is something new; one that it held needs no pause.
+            time.sleep(max(0.0, min(pause, limit) - (time.monotonic() - began)))
             pause = min(1.5 * pause, POLL[1])
         for name, answer in answers.items():
             self._note_answer(name, posted[name].header, answer)
@@ -204,7 +208,7 @@ class NodeCaller:
         self.activity[name].problem = "" if fine else str(answer)
         self.audit(name, _entry(asked, answer))
 
-    def read(self, content: bytes | Undelivered, nonce: str | None) -> Any:
+    def read(self, content: wire.Content | Undelivered, nonce: str | None) -> Any:
         """Return a decoded answer, or the error that it is; `nonce` None accepts any."""
         if isinstance(content, Undelivered):
             return Late(printable(content))

@@ -1,9 +1,14 @@
-"""The wire format: a JSON header and one raw buffer of tensors. No code travels."""
+"""The wire format: a JSON header and one raw buffer of tensors. No code travels.
+
+A message with large tensors is in parts, each large tensor a part of its own, so that models are copied seldom and a
+broadcast is encoded once. The parts one after the other are the bytes of the message.
+"""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +36,9 @@ MOST_BYTES = 1 << 34
 MOST_HEADER_BYTES = 1 << 26
 MOST_DEPTH, MOST_ITEMS = 16, 1 << 21  # of a header
 MOST_TENSORS, MOST_AXES = 1024, 8
+LARGE = 1 << 20  # bytes from which a tensor is a part of its own
+
+Content = bytes | tuple[bytes, ...]  # a message, whole or in parts
 
 
 class WireError(CoterieError):
@@ -54,23 +62,70 @@ def encode(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     >>> header["round"], tensors["x"].tolist()
     (3, [1.0, 1.0])
     """
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    schema = [[name, NAMES[value.dtype], list(value.shape)] for name, value in plain.items()]
+    return b"".join([_head(header, tensors), *map(_buffer, tensors.values())])
+
+
+def encode_parts(
+    header: dict[str, Any], tensors: dict[str, Tensor], encoded: dict[int, bytes] | None = None
+) -> Content:
+    """Return header and tensors as bytes, in parts if there are large tensors.
+
+    Parameters
+    ----------
+    header, tensors
+        The message.
+    encoded
+        Large tensors that were encoded before, by their `id`; those of this message are added. Messages that are made
+        with the same dictionary share what they have in common.
+
+    Examples
+    --------
+    >>> import torch
+    >>> message = encode_parts({"round": 3}, {"x": torch.ones(1 << 18)})
+    >>> len(message), b"".join(message) == encode({"round": 3}, {"x": torch.ones(1 << 18)})
+    (2, True)
+    """
+    encoded = {} if encoded is None else encoded
+    parts: list[list[Any]] = [[_head(header, tensors)]]
+    for value in tensors.values():
+        if value.nbytes < LARGE:
+            parts[-1].append(_buffer(value))
+            continue
+        if id(value) not in encoded:
+            encoded[id(value)] = bytes(_buffer(value))
+        parts += [[encoded[id(value)]], []]
+    joined = [part[0] if len(part) == 1 else b"".join(part) for part in parts if part]
+    return joined[0] if len(joined) == 1 else tuple(joined)
+
+
+def size(message: Content) -> int:
+    """Return how many bytes a message has."""
+    return len(message) if isinstance(message, bytes) else sum(map(len, message))
+
+
+def _head(header: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    schema = [[name, NAMES[value.dtype], list(value.shape)] for name, value in tensors.items()]
     text = json.dumps({"version": VERSION, "header": header, "tensors": schema}).encode()
-    buffers = [value.view(-1).view(torch.uint8).numpy().data for value in plain.values()]
-    return b"".join([struct.pack("<Q", len(text)), text, *buffers])
+    return struct.pack("<Q", len(text)) + text
 
 
-def decode(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _buffer(value: Tensor) -> memoryview:
+    plain = value.detach().cpu().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().data
+
+
+def decode(message: Content) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the header and the tensors of a message; raise `WireError` for anything that is not one.
 
     The bytes may come from a stranger, so depth, counts and sizes are bounded, and no other error leaves this function.
     """
+    parts = iter((message,) if isinstance(message, bytes) else message)
+    first = next(parts, b"")
     try:
-        (length,) = struct.unpack_from("<Q", message)
+        (length,) = struct.unpack_from("<Q", first)
         if length > MOST_HEADER_BYTES:
             raise WireError(f"message rejected: a header of {length} bytes")
-        note = json.loads(message[8 : 8 + length].decode("utf-8"), parse_constant=_no_constant)
+        note = json.loads(first[8 : 8 + length].decode("utf-8"), parse_constant=_no_constant)
         version, header, schema = note["version"], note["header"], note["tensors"]
     except (struct.error, ValueError, KeyError, TypeError, RecursionError, OverflowError) as problem:
         reason = printable(f"{type(problem).__name__}: {problem}", 100)
@@ -80,7 +135,7 @@ def decode(message: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(header, dict):
         raise WireError("message rejected: the header is not a JSON object")
     _require_small(header)
-    return header, _tensors(message, 8 + length, schema)
+    return header, _tensors(first, parts, 8 + length, schema)
 
 
 def _no_constant(name: str) -> None:
@@ -109,7 +164,8 @@ def _require_small(header: dict[str, Any]) -> None:
             raise WireError("message rejected: a number of more than 64 bits")
 
 
-def _tensors(message: bytes, at: int, schema: Any) -> dict[str, Tensor]:
+def _tensors(part: bytes, parts: Iterator[bytes], at: int, schema: Any) -> dict[str, Tensor]:
+    """Return the tensors that begin `at` a place of the first part and go on in the others; none lies across two."""
     tensors: dict[str, Tensor] = {}
     try:
         if len(schema) > MOST_TENSORS:
@@ -123,15 +179,18 @@ def _tensors(message: bytes, at: int, schema: Any) -> dict[str, Tensor]:
                     raise WireError("message rejected: a tensor of an invalid shape")
                 count *= length
             size = count * dtype.itemsize
-            if size > MOST_BYTES or at + size > len(message):
+            if size and at == len(part):
+                part, at = next(parts, b""), 0
+            if size > MOST_BYTES or at + size > len(part):
                 raise WireError(f"message rejected: tensor {printable(repr(name), 80)} is truncated")
-            buffer = bytearray(memoryview(message)[at : at + size])
+            buffer = bytearray(memoryview(part)[at : at + size])
             flat = torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
             tensors[name] = flat.view(shape)
             at += size
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as problem:
         reason = printable(f"{type(problem).__name__}: {problem}", 100)
         raise WireError(f"message rejected: unreadable list of tensors ({reason})") from None
-    if at != len(message):
-        raise WireError(f"message rejected: {len(message) - at} trailing bytes")
+    left, rest = len(part) - at, sum(map(len, parts))
+    if left or rest:
+        raise WireError(f"message rejected: {left + rest} trailing bytes")
     return tensors

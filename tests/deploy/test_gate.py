@@ -129,9 +129,80 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         async def never():
             await asyncio.sleep(60)
 
-        return await gate_module._within(never, 0.05)()
+        return await gate_module._whole(never, 0.05)()
 
     assert asyncio.run(scene()) == {"type": "http.disconnect"}
+
+
+def test_a_body_comes_in_one_piece():
+    """Flower's layers would start tasks for each of its pieces."""
+
+    async def scene():
+        pieces = [(b"a", True), (b"b", True), (b"c", False)]
+
+        async def receive():
+            if not pieces:
+                return {"type": "http.disconnect"}
+            body, more = pieces.pop(0)
+            return {"type": "http.request", "body": body, "more_body": more}
+
+        whole = gate_module._whole(receive, 5.0)
+        return await whole(), await whole()
+
+    body, after = asyncio.run(scene())
+    assert body == {"type": "http.request", "body": b"abc", "more_body": False}
+    assert after == {"type": "http.disconnect"}
+
+
+def test_bodies_of_nodes_and_of_the_job_come_in_one_piece(gate, node):
+    gate.ready.set()
+    read = []
+
+    async def app(scope, receive, send):
+        read.append((await receive())["body"])
+
+    async def scene():
+        gate.app = app
+        for request in (signed(node, "/v1/fleet/push-object"), scope("/v1/runtime/push-object", "127.0.0.1")):
+            pieces = [b"a", b"b"]
+
+            async def receive(pieces=pieces):
+                return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+            await gate(request, receive, None)
+
+    asyncio.run(scene())
+    assert read == [b"ab", b"ab"]
+
+
+def test_a_message_is_told_of_when_its_sender_has_sent_all_of_it(gate, node):
+    """Who is told of parts asks for the others again and again. Nobody waits longer than a moment."""
+    gate.ready.set()
+    gate.down.settle = 0.3
+
+    async def app(scope, receive, send):
+        pass
+
+    async def scene():
+        gate.app = app
+        token = {"flwr_task_token": "job"}
+        push, look = scope("/v1/runtime/push-object", "127.0.0.1"), "/v1/runtime/pull-messages"
+        for _ in range(3):
+            await gate(push, None, None)
+        before = gate.down.rings
+        await gate(scope(look, "127.0.0.1", **token), None, None)  # the job has sent all
+        after = gate.down.rings
+        await gate(push, None, None)
+        await asyncio.sleep(0.1)
+        waiting = gate.down.rings
+        await asyncio.sleep(0.4)
+        settled = gate.down.rings
+        await gate(signed(node, "/v1/fleet/push-object"), None, None)
+        half = gate.up.rings
+        await gate(signed(node, "/v1/fleet/pull-messages"), None, None)  # the node has sent all
+        return before, after, waiting, settled, half, gate.up.rings
+
+    assert asyncio.run(scene()) == (0, 1, 1, 2, 0, 1)
 
 
 def test_old_signatures_are_forgotten(gate, node, monkeypatch):

@@ -69,3 +69,58 @@ def test_a_node_runs_only_phases_of_its_algorithm():
         message = wire.encode({"algorithm": "ditto", "phase": phase}, {})
         with pytest.raises(wire.WireError, match="has no phase"):
             node.handle(ditto, message)
+
+
+class TestParts:
+    """Large tensors are parts of a message of their own."""
+
+    LARGE = torch.arange(float(1 << 18))  # a mebibyte
+    MESSAGE = ({"round": 3}, {"at": torch.arange(3), "x": LARGE, "y": torch.ones(2), "z": LARGE + 1})
+
+    def test_the_parts_are_the_bytes_of_the_message(self):
+        parts, whole = wire.encode_parts(*self.MESSAGE), wire.encode(*self.MESSAGE)
+        assert [len(part) for part in parts[1:]] == [1 << 20, 8, 1 << 20]
+        assert b"".join(parts) == whole and wire.size(parts) == wire.size(whole) == len(whole)
+        for found in (wire.decode(parts), wire.decode(whole)):
+            assert found[0] == {"round": 3} and list(found[1]) == ["at", "x", "y", "z"]
+            assert all(torch.equal(found[1][name], value) for name, value in self.MESSAGE[1].items())
+
+    def test_a_message_without_large_tensors_is_whole(self):
+        small = ({}, {"x": torch.ones((1 << 18) - 1)})
+        assert wire.encode_parts(*small) == wire.encode(*small)
+
+    def test_what_messages_share_is_encoded_once(self):
+        encoded = {}
+        first, second = (
+            wire.encode_parts({"nonce": nonce}, {"at": torch.zeros(1), "x": self.LARGE}, encoded)
+            for nonce in "ab"
+        )
+        assert first[1] is second[1] and first[0] != second[0]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda parts: parts[:-1],
+            lambda parts: (*parts, b"\0"),
+            lambda parts: (parts[0], parts[1][:-1], parts[1][-1:], *parts[2:]),  # a tensor across two parts
+            lambda parts: (parts[0] + parts[1][:8], parts[1][8:], *parts[2:]),
+            lambda parts: (b"", *parts),
+            lambda parts: (),
+            lambda parts: (parts[0][:-5], *parts[1:]),
+        ],
+    )
+    def test_other_parts_are_refused(self, change):
+        with pytest.raises(wire.WireError):
+            wire.decode(change(wire.encode_parts(*self.MESSAGE)))
+
+    def test_a_short_header_is_not_made_up_for_by_a_later_part(self):
+        """Its length is eight more than its text, and eight bytes come in a part of their own."""
+        whole = wire.encode({}, {})
+        header = (int.from_bytes(whole[:8], "little") + 8).to_bytes(8, "little") + whole[8:]
+        with pytest.raises(wire.WireError, match="trailing"):
+            wire.decode((header, bytes(8)))
+
+    @given(st.lists(st.binary(max_size=60), max_size=5))
+    def test_garbage_in_parts_is_refused(self, parts):
+        with pytest.raises(wire.WireError):
+            wire.decode(tuple(parts))
