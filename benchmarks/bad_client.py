@@ -53,7 +53,7 @@ CLASSES = (
     *("out crea 0.3 15", "out crea 0.1 1000", "few 3 times age 1000", "few 6 exchange y"),
 )
 
-SLOW_WORLDS = (WORLDS[1], WORLDS[2], WORLDS[3], WORLDS[7])
+SLOW_WORLDS = (WORLDS[1], WORLDS[3])
 SLOW_QUANTITY = ("times y 1000", "times age 1000", "negate y", "out crea 0.1 1000", "out crea 0.3 15")
 SLOW_CLASSES = ("times age 1000", "exchange y", "out crea 0.1 1000")
 

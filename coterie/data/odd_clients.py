@@ -34,6 +34,7 @@ _CLEARLY = 1.5  # times the spread without outliers
 _GAP = 2.0  # times the largest spread of the others, with outliers: that of a client with such ones, at least
 _LIGHT = 0.015  # share of outliers that the others have: up to this, counting one more, a gap is enough
 _LIGHT_GAP = 2.75  # the gap there
+_HUGE = 50.0  # the gap that is enough in any tails
 _SAME = 3.0, 0.95  # outliers that are alike, as a code for missing values: so many, and this share of all
 _SAME_GAP = 3.0  # the gap of those
 _LONE = 6.0  # times the largest spread of the others: how far few rows are in which no outlier can be told
@@ -294,7 +295,7 @@ def _outliers(there: _Column, columns: int) -> np.ndarray:
     rows = there.rows + there.outliers
     gap = gap_to_next(np.maximum(there.whole, there.sd))
     share = (there.outliers.sum() - there.outliers + 1) / np.maximum(rows.sum() - rows, 1)
-    sure = (share <= _LIGHT) & (gap >= _LIGHT_GAP)
+    sure = (gap >= _HUGE) | ((share <= _LIGHT) & (gap >= _LIGHT_GAP))
     squares = rows * there.whole**2 - there.rows * there.spread**2
     alike = np.square(rows * (there.whole_mean - there.mean)) / np.maximum(squares, 1e-300)
     sure |= (alike >= np.maximum(_SAME[0], _SAME[1] * there.outliers)) & (gap >= _SAME_GAP)

@@ -170,6 +170,20 @@ def test_innocent_clients_are_not_named(shape: str) -> None:
     assert named <= 4
 
 
+def test_a_value_beyond_all_tails_is_noticed_in_heavy_ones() -> None:
+    """One value at 1000 standard deviations, where all clients have lognormal ones."""
+    for seed in range(10):
+        draw = np.random.default_rng(seed)
+        x = draw.lognormal(size=216)
+        x[4] = 1000 * x.std()
+        frame = tables.read(
+            {"site": np.repeat([f"s{k:02}" for k in range(12)], 18), "x": x, "y": draw.normal(size=216)}
+        )
+        spec = tables.check(frame, "site", "y")
+        (found,) = odd_clients.find(local_statistics(frame, spec), spec).clients
+        assert found.client == ODD and found.kind == "outliers"
+
+
 def test_the_furthest_of_many_like_clients_is_not_odd() -> None:
     """The chance counts for all clients: it is below 1 % in hardly 1 % of draws, and one far away is seen."""
     draw, odd = np.random.default_rng(0), 0
