@@ -15,26 +15,31 @@ from typing import Self
 
 import numpy as np
 
+from coterie.data.client_sums import FEW
 from coterie.data.reversed_labels import find_reversed
+from coterie.data.standing_out import MOST, chance_of, gap_to_next
 from coterie.data.statistics import Moments, Statistics
 from coterie.data.table_spec import TableSpec
 
 LIMIT = 6.0  # standard deviations; a value of a client with outliers that is further away becomes the mean
 FEWEST_CLIENTS = 4
 FEWEST_ROWS = 4  # from which a client's own spread counts
-_FACTOR = 1.0  # power of ten: times the usual spread, or as little
-_PROPORTION = math.log10(5)  # where mean and spread are larger alike, this is enough
-_TWICE = math.log10(1.8)  # if besides the mean is twice as far away as any other's
-_ALIKE = math.log10(5)  # most clients have a spread within this factor of the median
-_MOST = 0.25  # share of the clients that can be odd; where more are, clients are just different
-_DEVIATIONS = 5.0  # times the median deviation of the clients' spreads
-_SHIFT = 3.0  # usual spreads between a client's mean and the usual one, of one row twice as many
-_APART = 4.0  # times the largest such distance of the others
-_WIDER = 3.0  # times the largest spread of the others, at four rows twice as much
-_GAP = 2.0  # the same for a client with outliers, counted with them
-_HEAVY = 2.0  # times that, where more clients have outliers than can be odd
+_UNITS = 0.03  # chance, over all clients and columns, that an honest client is so far from the others
+_SHIFT = 3.0  # usual spreads between a client's mean and the usual one, at least
+_WIDER = math.log(3)  # logarithm of its spread, in usual ones, at least
+_NARROWER = math.log(0.1)  # at most
+_ALIKE = math.log(1.8)  # where mean and spread are larger or smaller alike, this is enough
+_OUTLIERS = 0.004  # chance, over all clients and columns, of such outliers where tails are heavy
 _CLEARLY = 1.5  # times the spread without outliers
-_OUTSIDE = 6.0  # usual spreads; outliers that far away are odd if others have none half as far
+_GAP = 2.0  # times the largest spread of the others, with outliers: that of a client with such ones, at least
+_LIGHT = 0.015  # share of outliers that the others have: up to this, counting one more, a gap is enough
+_LIGHT_GAP = 2.75  # the gap there
+_HUGE = 50.0  # the gap that is enough in any tails
+_SAME = 3.0, 0.95  # outliers that are alike, as a code for missing values: so many, and this share of all
+_SAME_GAP = 3.0  # the gap of those
+_LONE = 6.0  # times the largest spread of the others: how far few rows are in which no outlier can be told
+_FAR = 10.0  # usual spreads, of four rows 2.5 times as many: the same
+_FEW_ROWS = 10  # clients with fewer rows may have no rows but outliers
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def find(statistics: Statistics, spec: TableSpec) -> OddClients:
     found: list[OddClient] = []
     for k, column in enumerate(columns):
         if column != spec.target or spec.task == "regression":
-            found += _odd_in(names, column, sums[:, k])
+            found += _odd_in(names, column, sums[:, k], len(columns))
     groups = np.array(statistics.by_client.groups)
     for group in dict.fromkeys(groups.tolist()) if spec.task in ("regression", "binary") else ():
         mine = np.flatnonzero(groups == group)
@@ -192,6 +197,7 @@ class _Column:
     mean: np.ndarray
     spread: np.ndarray
     whole: np.ndarray
+    whole_mean: np.ndarray
     centre: float
     sd: float
 
@@ -209,21 +215,17 @@ class _Column:
             sd = 1.4826 * float(np.median(np.abs(mean - centre)[there]))
         else:
             sd = float(np.median(spread[enough]))
-        return cls(rows, sums[:, 3], mean, spread, whole, centre, sd) if sd > 0 else None
-
-    @property
-    def heavy(self) -> bool:
-        """Whether outliers make more clients spread clearly more than can be odd."""
-        return bool((self.whole > _CLEARLY * self.spread).mean() > _MOST + 1 / len(self.rows))
+        return cls(rows, sums[:, 3], mean, spread, whole, sums[:, 1], centre, sd) if sd > 0 else None
 
 
-def _odd_in(names: Sequence[str], column: str, sums: np.ndarray) -> list[OddClient]:
-    """Return what is odd in one column."""
+def _odd_in(names: Sequence[str], column: str, sums: np.ndarray, columns: int) -> list[OddClient]:
+    """Return what is odd in one of so many columns."""
     there = _Column.of(sums)
     if there is None:
         return []
     with np.errstate(all="ignore"):  # squares of large numbers
-        units, outliers = _other_units(there), _outliers(there)
+        units = _other_units(there, columns) | _lone(there)
+        outliers = _outliers(there, columns)
     found = [_unit(names[i], column, there, i) for i in np.flatnonzero(units).tolist()]
     return found + [
         OddClient(names[i], column, "outliers", count=int(there.outliers[i]))
@@ -231,56 +233,77 @@ def _odd_in(names: Sequence[str], column: str, sums: np.ndarray) -> list[OddClie
     ]
 
 
-def _beyond(size: np.ndarray, factor: np.ndarray, floor: float = 0.0) -> np.ndarray:
-    """Return True for the few largest ones that are more than these factors above all others.
-
-    Where clients differ, sizes of all kinds occur; one that is foreign leaves a gap.
-    """
-    order = np.argsort(-size, kind="stable")
-    odd = np.zeros(len(size), dtype=bool)
-    for k in range(max(1, int(_MOST * len(size))), 0, -1):
-        if size[order[k - 1]] >= factor[order[k - 1]] * max(float(size[order[k]]), floor):
-            odd[order[:k]] = True
-            break
+def _other_units(there: _Column, columns: int) -> np.ndarray:
+    """Return True for clients whose mean or spread is far from that of the others, with outliers and without."""
+    odd = np.zeros(len(there.rows), dtype=bool)
+    enough = there.rows >= FEWEST_ROWS
+    if enough.sum() >= FEWEST_CLIENTS:
+        rows = there.rows[enough]
+        error = np.maximum(there.whole[enough], there.sd) / np.sqrt(rows)
+        chances = [chance_of(mean[enough], error, rows) for mean in (there.mean, there.whole_mean)]
+        chances += _chance_of_factor(there.mean[enough], error, rows)
+        moved = np.abs(there.mean[enough] - there.centre) >= _SHIFT * there.sd
+        odd[enough] = moved & (np.max(chances, 0) * columns < _UNITS)
+    enough &= there.spread > 1e-9 * np.abs(there.mean)
+    if enough.sum() >= FEWEST_CLIENTS:
+        rows = there.rows[enough]
+        inner, whole = np.log(there.spread[enough]), np.log(there.whole[enough])
+        chances = [chance_of(spread, np.sqrt(0.5 / rows), rows) for spread in (inner, whole)]
+        ratio = inner - math.log(there.sd)
+        alike = _in_proportion(there.mean[enough], there.centre, ratio / math.log(10), there.sd)
+        other = (ratio >= _WIDER) | (ratio <= _NARROWER) | (alike & (np.abs(ratio) >= _ALIKE))
+        other &= ratio * (whole - np.median(whole)) > 0
+        odd[enough] |= other & (np.max(chances, 0) * columns < _UNITS)
     return odd
 
 
-def _other_units(there: _Column) -> np.ndarray:
-    """Return True for clients whose mean or spread is far from that of the others, which are alike."""
-    rows = np.maximum(there.rows, 1)
-    few = 1 + FEWEST_ROWS / rows
-    # The mean: further away than any other's, and than rows can be by chance.
-    distance = np.where(there.rows > 0, np.abs(there.mean - there.centre), 0.0)
-    moved = _beyond(distance, np.full(len(rows), _APART))
-    moved &= distance >= _SHIFT * (1 + 1 / np.sqrt(rows)) * there.sd
-    single = there.rows < FEWEST_ROWS
-    usual_rows = there.whole[~moved & (there.rows > 1)]
-    say_little = single | (there.heavy & (there.rows < 5 * FEWEST_ROWS))
-    moved &= ~say_little | (distance >= 2 * _SHIFT * usual_rows.max(initial=there.sd))
-    # The spread, of clients with enough rows to have one; with the mean, if both are larger or smaller alike.
-    enough = ~single & (there.spread > 1e-9 * np.abs(there.mean))
-    if enough.sum() < FEWEST_CLIENTS:
-        return moved
-    ratio = np.log10(np.where(enough, there.spread, there.sd) / there.sd)
-    alike = _in_proportion(there.mean, there.centre, ratio, there.sd)
-    larger = (ratio >= _FACTOR) | ((ratio >= _PROPORTION) & alike)
-    larger |= _beyond(np.where(enough, there.spread, 0.0), _WIDER * few)
-    smaller = ((ratio <= -_PROPORTION) & alike) | ((ratio <= -2) & (there.rows >= 2 * FEWEST_ROWS))
-    smaller &= there.whole <= there.sd / 10**_PROPORTION  # outliers, too
-    odd = enough & (larger | smaller)
-    if there.heavy:  # tails of which a few rows say little
-        outside = there.spread >= _GAP * few * there.whole[~larger].max(initial=there.sd)
-        odd &= outside | ((np.abs(ratio) >= 2 * _FACTOR) & (there.rows >= 5 * FEWEST_ROWS))
-    # Where spreads differ among all, few rows or tails explain more.
-    usually = float(np.median(np.abs(ratio[enough])))
-    odd &= np.abs(ratio) >= _DEVIATIONS * usually
-    twice = _beyond(distance, np.full(len(rows), 2.0)) & (distance >= 2 * there.sd) & (not there.heavy)
-    odd |= moved | (twice & alike & (np.abs(ratio) >= np.maximum(_TWICE, _DEVIATIONS * usually)))
-    usual_ones = np.abs(ratio[enough]) <= _ALIKE
-    usual_ones &= distance[enough] <= 5 * there.sd
-    if odd.sum() > max(1, _MOST * len(rows)) or usual_ones.mean() < 1 - 1.5 * _MOST:
-        return np.zeros(len(rows), dtype=bool)
-    found: np.ndarray = odd
+def _chance_of_factor(mean: np.ndarray, error: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    """Return the chance of a mean so many times larger or smaller, 0 for one of another sign; nothing if signs vary.
+
+    Means of counts and amounts honestly differ by factors.
+    """
+    same = np.sign(mean) == np.sign(np.median(mean))
+    if same.mean() < 1 - MOST or same.sum() < FEWEST_CLIENTS:
+        return []
+    found = np.zeros(len(mean))
+    size = np.abs(mean[same])
+    found[same] = chance_of(np.log(size), error[same] / size, rows[same])
+    return [found]
+
+
+def _lone(there: _Column) -> np.ndarray:
+    """Return True for clients of a few rows that are further away than all the spread of the others explains.
+
+    Among so few values none is an outlier by itself.
+    """
+    few = (there.rows < _FEW_ROWS) & (there.outliers == 0)
+    distance = np.hypot(there.mean - there.centre, there.spread)
+    usual = there.whole[there.rows >= FEWEST_ROWS]
+    unit = max(there.sd, float(np.median(usual)) if len(usual) else 0.0)
+    far = _FAR * (1 + FEW / np.maximum(there.rows, FEWEST_ROWS)) * unit
+    gap = gap_to_next(np.maximum(np.where(few, distance, there.whole), there.sd))
+    found: np.ndarray = few & (there.rows > 0) & (distance >= far) & (gap >= _LONE)
+    return found
+
+
+def _outliers(there: _Column, columns: int) -> np.ndarray:
+    """Return True for clients whose outliers make them spread much more than the others.
+
+    A gap is enough where others have hardly any outliers, or where several are alike. Elsewhere it has to be more than
+    such spreads differ by chance.
+    """
+    rows = there.rows + there.outliers
+    gap = gap_to_next(np.maximum(there.whole, there.sd))
+    share = (there.outliers.sum() - there.outliers + 1) / np.maximum(rows.sum() - rows, 1)
+    sure = (gap >= _HUGE) | ((share <= _LIGHT) & (gap >= _LIGHT_GAP))
+    squares = rows * there.whole**2 - there.rows * there.spread**2
+    alike = np.square(rows * (there.whole_mean - there.mean)) / np.maximum(squares, 1e-300)
+    sure |= (alike >= np.maximum(_SAME[0], _SAME[1] * there.outliers)) & (gap >= _SAME_GAP)
+    enough = (there.rows >= FEWEST_ROWS) & (there.whole > 0)
+    if enough.sum() >= FEWEST_CLIENTS:
+        chance = chance_of(np.log(there.whole[enough]), np.sqrt(0.5 / rows[enough]), rows[enough])
+        sure[enough] |= chance * columns < _OUTLIERS
+    found: np.ndarray = sure & (there.outliers > 0) & (gap >= _GAP) & (there.whole > _CLEARLY * there.spread)
     return found
 
 
@@ -322,19 +345,3 @@ def _unit(name: str, column: str, there: _Column, i: int) -> OddClient:
         return OddClient(name, column, "units", mean / centre, mean, spread)
     by_chance = abs(ratio) <= 0.6 / math.sqrt(rows)  # two standard errors
     return OddClient(name, column, "units", 0.0, mean, sd if by_chance else spread)
-
-
-def _outliers(there: _Column) -> np.ndarray:
-    """Return True for clients whose outliers make them spread much more than any other, or who alone have any."""
-    rows = np.maximum(there.rows + there.outliers, 1)
-    share = there.outliers / rows
-    rare = ~_beyond(share, np.full(len(rows), 2.0), 1 / float(rows.max()))  # as heavy tails have them
-    heavy = np.where(there.heavy & rare, _HEAVY * (1 + 5 * FEWEST_ROWS / rows), 1.0)
-    factor = _GAP * (1 + FEWEST_ROWS / rows) * heavy
-    wide = _beyond(there.whole, factor, there.sd) & (there.whole > _CLEARLY * there.spread)
-    squares = there.whole**2 * rows - there.spread**2 * there.rows
-    distance = np.sqrt(np.maximum(squares, 0.0) / np.maximum(there.outliers, 1))
-    distance = np.where(there.outliers > 0, distance / np.maximum(there.spread, there.sd), 0.0)
-    alone = (distance >= _OUTSIDE) & ((distance >= _OUTSIDE / 2).sum() <= max(1, _MOST / 2 * len(rows)))
-    found: np.ndarray = (there.outliers > 0) & (wide | alone)
-    return found

@@ -14,7 +14,7 @@ _MOST = 0.25  # share of the clients that can be reversed; where more are, clien
 _OPPOSITE = 2.0  # standard errors below zero of a client that goes the other way
 _SIGNAL = 0.05  # squares of the usual correlations with the target, at least
 _SURE = 0.02  # chance, over all clients, that slopes which differ as those of the others are so far off
-_UNUSUAL = 0.2  # below this the client is named, and left as it is
+_UNUSUAL = 0.04  # below this the client is named, and left as it is
 _REFLECTED = 2.5  # standard deviations of a client with exchanged labels from the reflection of the others
 _MISFIT = 3.0  # times the misfit of nine of ten clients to the usual slopes: its misfit to the reflected ones
 _TAILS = 6  # degrees of freedom of differences between clients, at most
@@ -89,10 +89,9 @@ def find_reversed(sums: np.ndarray, binary: bool) -> Reversed:
     stretched = noise**2 + np.square(stretch * slope * usual).sum(1) / length**2
     spread = math.sqrt(max(0.0, above - float(np.median(stretched[others]))))
     sd = np.sqrt(spread**2 + noise**2)
-    degrees = (
-        min(_TAILS, max(2, count - 2)) * (sd / max(spread, 1e-9)) ** 4
-    )  # Satterthwaite: noise has normal tails
-    chance = count * t.sf((centre - along) / sd, np.minimum(degrees, 1e6))
+    share = np.square(noise / sd)  # Satterthwaite: a slope of few rows has heavy tails, too
+    degrees = 1 / ((1 - share) ** 2 / min(_TAILS, max(2, count - 2)) + share**2 / np.maximum(rows - 2, 1))
+    chance = count * t.sf((centre - along) / sd, degrees)
     reflected = np.abs(along + centre) <= _REFLECTED * sd
     reflected |= (-along >= centre / 2) & (-along <= 2 * centre)
     misfit = _misfit(slope, usual, error, spread)
@@ -116,10 +115,11 @@ def _slopes(sums: np.ndarray, binary: bool) -> tuple[np.ndarray, ...]:
         unit = np.sqrt(np.median(xx / rows, 0))  # usual spread of a column
         left = np.maximum(1 - correlation**2, 1 / rows)
         slope = np.nan_to_num(xy / xx) * unit
-        error = np.sqrt(left * yy / (rows * xx)) * unit
+        free = np.maximum(rows - 2, 1.0)
+        error = np.sqrt(left * yy / (free * xx)) * unit
         if binary:  # difference of the classes' means over the variance inside them
             slope = slope * rows / (yy * left)
-            error = unit * np.sqrt(rows / (yy * xx * left))
+            error = unit * rows / np.sqrt(free * yy * xx * left)
     stretch = np.sqrt(2 / rows) * np.ones_like(slope) * binary
     return slope, np.nan_to_num(error, nan=1e9, posinf=1e9), stretch, correlation
 

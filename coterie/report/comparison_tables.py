@@ -32,7 +32,9 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     list of rich.table.Table
         A row per method: quality, clients improved and harmed, and cost.
     """
-    title = f"Test {comparison.metric} over {comparison.clients} clients ({direction(comparison.metric)})"
+    scored = comparison.scored
+    clients = f"{comparison.clients}" if scored == comparison.clients else f"{scored} of {comparison.clients}"
+    title = f"Test {comparison.metric} over {clients} clients ({direction(comparison.metric)})"
     if comparison.folds > 1:
         usual = f"every row tested once in {comparison.folds} folds (± sd between them)"
         title += f", {comparison.folds} windows in time" if comparison.in_time else f", {usual}"

@@ -88,6 +88,11 @@ class Comparison:
         return self.trials[0].run.fed.model.task
 
     @property
+    def scored(self) -> int:
+        """Number of clients whose test metric is known; a client of one row has no test row."""
+        return int((~torch.stack([trial.test for trial in self.trials]).isnan()).any(0).sum())
+
+    @property
     def in_time(self) -> bool:
         """Whether rows are ordered in time, so that test rows are later than all others."""
         table = self.trials[0].run.fed.table

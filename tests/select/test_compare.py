@@ -12,6 +12,7 @@ from coterie._core.errors import DataError, SettingError
 from coterie.algorithms import make
 from coterie.conformance import federation
 from coterie.engine.federation import Federation
+from coterie.report.comparison_tables import comparison_tables
 from coterie.report.page import contents
 from coterie.select.auto_race import every
 from coterie.select.entrants import Tuned
@@ -208,6 +209,7 @@ def test_clients_without_test_rows_are_not_scored():
         federation((1, 30, 40), split=(0.6, 0.2, 0.2)), algorithms=[], seeds=1, rounds=3, budget=1
     )
     assert set(result.per_client()["client"]) == {"1", "2"}
+    assert "over 2 of 3 clients" in str(comparison_tables(result, 100)[0].title)
 
 
 def test_what_cannot_be_compared_is_refused():
