@@ -163,7 +163,9 @@ class Finder(Algorithm):
         models = fed.initial_model().unsqueeze(0)[:0]
         own = torch.zeros(fed.n, fed.d, dtype=fed.dtype, device=fed.device)
         if good.any():
-            labels[good], found, excess, apart = pooled_clusters(hessians, slopes, rows[good], self.pulls)
+            labels[good], found, excess, apart = pooled_clusters(
+                hessians, slopes, rows[good], self.pulls, 0.0 if isinstance(fed.model, Linear) else 1.0
+            )
             models = found.to(models)
             own[r.ids[good.to(fed.device)]] = apart.to(own)
         alone = (~good).nonzero().squeeze(1)

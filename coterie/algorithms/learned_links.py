@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Reveals, setting
-from coterie.algorithms.finding import MOST_SUMS, sends_sums, together
+from coterie.algorithms.finding import MOST_SUMS, together
 from coterie.algorithms.head_sums import HeadSums, sends_heads
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
@@ -59,7 +59,7 @@ class LearnedLinks(HeadSums):
     domain: str = setting("box", "set of allowed weights", options=("box", "simplex"))
     start_links: str = setting(
         "auto",
-        "links to begin with: all, or those in clusters that are found first; auto: found where sums over rows do it",
+        "links to begin with: all, or those in clusters that are found first; auto: found for linear models",
         options=("auto", "all", "found"),
     )
     sampling: str = setting(
@@ -119,13 +119,14 @@ class LearnedLinks(HeadSums):
         return {"weights": weights, "spread": none, "looks": none}
 
     def _found(self, fed: Federation, rho: float, curvature: float) -> tuple[Tensor, bool]:
-        """Return links inside clusters that sums over rows tell apart, or all links; and whether they are final."""
+        """Return links inside clusters that sums over rows or fits tell apart, or all; and whether they are final."""
         weights = 1 - torch.eye(fed.n, dtype=fed.dtype, device=fed.device)
-        by_sums = self.start_links != "all" and self.common_point and sends_sums(fed)
         if self.start_links == "auto" and self.common_point and sends_heads(fed.model):
             labels = self.groups_by_heads(fed)
             return (weights if labels is None else weights * together(labels)), False
-        if not by_sums and self.start_links != "found":
+        if self.start_links != "found" and not (
+            self.start_links == "auto" and self.common_point and fits_tell(fed)
+        ):
             return weights, False
         try:
             found = self.find_clusters(fed, None)
@@ -346,7 +347,11 @@ def _some(values: Tensor, which: Tensor) -> Tensor:
     return values if len(which) == len(values) else values[which]
 
 
+def fits_tell(fed: Federation) -> bool:
+    """Return True if clients fit models of their own quickly: one optimum, which gradient steps reach."""
+    return isinstance(fed.model, Glm) and fed.model.closed_form and not fed.model.whole_clients
+
+
 def tells_by_fits(fed: Federation) -> bool:
     """Return True if most clients have rows enough for a fit of their own, and the model has a closed form."""
-    able = isinstance(fed.model, Glm) and fed.model.closed_form and not fed.model.whole_clients
-    return able and fed.d <= MOST_SUMS and float(fed.sizes.median()) >= ENOUGH * fed.d
+    return fits_tell(fed) and fed.d <= MOST_SUMS and float(fed.sizes.median()) >= ENOUGH * fed.d

@@ -18,7 +18,7 @@ from coterie._core import files
 from coterie._core.errors import RunError, SettingError, nearest
 from coterie.experiments.jobs import Job, finished, load, run_job
 from coterie.experiments.spec import Claim, Experiment, Row, Table, Watch
-from coterie.report.plots import dot_plot, line_plot, panel_plot, save_plot
+from coterie.report.plots import Dot, dot_plot, line_plot, panel_plot, save_plot
 from coterie.report.weights import weights_plot
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Records = dict[tuple[str, int], Table]  # by key and seed
 HEADER = ("label", "metric", "paper", "reference", "ours ± sd", "ok")
+APART = 50.0  # times; numbers further apart have axes of their own
 STDERR_LINES = 12  # of a failed job, shown to the user
 
 
@@ -176,16 +177,7 @@ class Reproduction:
                 linear = linear or not found[0].get("log", "accuracy" not in found[0]["metric"])
         title = self.experiment.file.title
         if not curves:
-            rows = [
-                (
-                    one.label,
-                    one.ours,
-                    one.sd,
-                    one.reference if isinstance(one.paper, str | None) else one.paper,
-                )
-                for one in self.results
-            ]
-            return dot_plot(rows, title=title, x=" / ".join(sorted({one.metric for one in self.results})[:4]))
+            return dot_plot(self._dots(), title=title)
         measured = " / ".join(sorted(titles))
         return line_plot(
             curves,
@@ -195,6 +187,32 @@ class Reproduction:
             log=not linear,
             errors=errors,
         )
+
+    def _dots(self) -> dict[str, list[Dot]]:
+        """Return the table's numbers by what is measured; metrics of one order of magnitude share an axis."""
+        largest: dict[str, float] = {}
+        for one in self.results:
+            largest[one.metric] = max(abs(one.ours), largest.get(one.metric, 0.0))
+        axes: list[list[str]] = []
+        for metric in sorted(largest, key=lambda name: -largest[name]):
+            if axes and largest[axes[-1][0]] <= APART * largest[metric]:
+                axes[-1].append(metric)
+            else:
+                axes.append([metric])
+        dots: dict[str, list[Dot]] = {}
+        for metrics in axes:
+            named = " / ".join(metrics[:4]) + (" / …" if len(metrics) > 4 else "")
+            dots[named] = [
+                (
+                    one.label,
+                    one.ours,
+                    one.sd,
+                    one.reference if isinstance(one.paper, str | None) else one.paper,
+                )
+                for one in self.results
+                if one.metric in metrics
+            ]
+        return dots
 
 
 def reproduce(

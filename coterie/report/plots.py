@@ -59,15 +59,19 @@ def line_plot(
     return figure
 
 
-def dot_plot(rows: Sequence[tuple[str, float, float, float | None]], *, title: str = "", x: str = "") -> Any:
+Dot = tuple[str, float, float, float | None]
+
+
+def dot_plot(groups: Mapping[str, Sequence[Dot]], *, title: str = "") -> Any:
     """Plot a number for each label with its standard deviation, and a second one beside it where there is one.
 
     Parameters
     ----------
-    rows
-        Label, number, standard deviation, and the number to compare with or None.
-    title, x
-        Titles of the plot and its horizontal axis.
+    groups
+        By what is measured, which names an axis of its own: label, number, standard deviation, and the number to
+        compare with or None.
+    title
+        Title of the plot.
 
     Returns
     -------
@@ -76,28 +80,43 @@ def dot_plot(rows: Sequence[tuple[str, float, float, float | None]], *, title: s
     Examples
     --------
     >>> from coterie.report.plots import dot_plot
-    >>> figure = dot_plot([("local", 4.49, 0.08, 4.5), ("ours", 3.43, 0.04, None)], x="distance")
+    >>> figure = dot_plot({"distance": [("local", 4.49, 0.08, 4.5), ("ours", 3.43, 0.04, None)]})
     >>> [trace.name for trace in figure.data]
     ['ours, ± sd over seeds', 'paper']
     """
     import plotly.graph_objects as graph
+    from plotly.subplots import make_subplots
 
-    labels = [row[0] for row in rows]
-    bars = {"type": "data", "array": [row[2] for row in rows]}
-    ours = graph.Scatter(
-        x=[row[1] for row in rows], y=labels, error_x=bars, mode="markers", name="ours, ± sd over seeds"
-    )
-    paper = graph.Scatter(
-        x=[row[3] for row in rows if row[3] is not None],
-        y=[row[0] for row in rows if row[3] is not None],
-        mode="markers",
-        marker={"symbol": "line-ns-open", "size": 14},
-        name="paper",
-    )
-    figure = graph.Figure([ours, paper] if paper.x else [ours])
-    figure.update_layout(title=title, template="plotly_white", height=160 + 22 * len(rows))
-    figure.update_xaxes(title=x)
-    figure.update_yaxes(title="row of the table", autorange="reversed", automargin=True)
+    groups = groups or {"": []}
+    many = [len(rows) for rows in groups.values()]
+    height = 100 + 22 * sum(many) + 110 * len(many)
+    spacing = min(90 / height, 1 / (len(many) + 1))
+    figure = make_subplots(len(many), 1, row_heights=[rows + 1 for rows in many], vertical_spacing=spacing)
+    for k, (measured, rows) in enumerate(groups.items(), start=1):
+        found = {
+            "ours, ± sd over seeds": [(label, ours, sd) for label, ours, sd, _ in rows],
+            "paper": [(label, paper, 0.0) for label, _, _, paper in rows if paper is not None],
+        }
+        for name, dots in found.items():
+            paper = name == "paper"
+            seen = any(trace.name == name for trace in figure.data)
+            dot = graph.Scatter(
+                x=[dot[1] for dot in dots],
+                y=[dot[0] for dot in dots],
+                error_x=None if paper else {"type": "data", "array": [dot[2] for dot in dots]},
+                mode="markers",
+                marker={"symbol": "line-ns-open", "size": 14} if paper else {},
+                marker_color="#d62728" if paper else "#1f77b4",
+                name=name,
+                legendgroup=name,
+                showlegend=not seen,
+            )
+            if dots:
+                figure.add_trace(dot, row=k, col=1)
+        figure.update_xaxes(title=measured, row=k, col=1)
+    figure.update_layout(title=title, template="plotly_white", height=height)
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    figure.update_yaxes(title="row of the table", row=1, col=1)
     return figure
 
 

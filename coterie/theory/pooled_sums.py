@@ -72,7 +72,7 @@ def dispersion(hessians: Tensor, slopes: Tensor, labels: Tensor, ridge: Tensor) 
     return float((found.clamp(max=HEAVIEST * found.median()) * weight).sum() / weight.sum())
 
 
-def excess(hessians: Tensor, slopes: Tensor, labels: Tensor, ridge: Tensor) -> Tensor:
+def excess(hessians: Tensor, slopes: Tensor, labels: Tensor, ridge: Tensor, least: float = 0.0) -> Tensor:
     """Return how much members of each cluster differ beyond chance: their variance in units of that of a client's fit.
 
     Sharing one model costs the members R times what chance explains. R - 1 is returned, less two standard errors, and 0
@@ -88,6 +88,8 @@ def excess(hessians: Tensor, slopes: Tensor, labels: Tensor, ridge: Tensor) -> T
         Cluster of each client, [n].
     ridge
         Small curvature, [d].
+    least
+        The dispersion is not less than this.
 
     Returns
     -------
@@ -104,7 +106,7 @@ def excess(hessians: Tensor, slopes: Tensor, labels: Tensor, ridge: Tensor) -> T
     >>> far > 100, near
     (True, 0.0)
     """
-    phi = dispersion(hessians, slopes, torch.arange(len(labels)), ridge)
+    phi = max(least, dispersion(hessians, slopes, torch.arange(len(labels)), ridge))
     if phi == 0:
         return torch.zeros(int(labels.max()) + 1, dtype=torch.float64)
     curves, pulls = hessians.sum(1), slopes.sum(1)
@@ -166,7 +168,7 @@ def shrunken(hessians: Tensor, slopes: Tensor, labels: Tensor, differ: Tensor, r
 
 
 def pooled_clusters(
-    hessians: Tensor, slopes: Tensor, rows: Tensor, pulled: bool = False
+    hessians: Tensor, slopes: Tensor, rows: Tensor, pulled: bool = False, least: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the clusters that held-out folds choose, the best model of each, and how much its members differ.
 
@@ -187,6 +189,9 @@ def pooled_clusters(
         Number of rows of each client, [n].
     pulled
         Members need not share the model of their cluster: what is judged are the models that `shrunken` returns.
+    least
+        The dispersion that the model has at least, 1 for classes and counts. Clients with few rows for each parameter
+        fit them almost exactly and would seem to have none, so that they all seemed to differ.
 
     Returns
     -------
@@ -214,11 +219,11 @@ def pooled_clusters(
         left, pulls = hessians.clone(), slopes.clone()
         left[several, fold], pulls[several, fold] = 0.0, 0.0
         done: dict[tuple[int, ...], Tensor] = {}  # several bars often give the same clusters
-        for k, labels in enumerate(_by_bar(left, pulls, ridge, bars)):
+        for k, labels in enumerate(_by_bar(left, pulls, ridge, bars, least=least)):
             same = tuple(labels.tolist())
             if same not in done:
                 trial = ridge * (TRIAL_RIDGE / RIDGE)
-                differ = excess(left, pulls, labels, trial) * pulled
+                differ = excess(left, pulls, labels, trial, least) * pulled
                 model = shrunken(left, pulls, labels, differ, trial)
                 done[same] = torch.einsum("ni,nij,nj->n", model, held, model) / 2 - (pull * model).sum(1)
             losses[k, :, fold] = done[same]
@@ -226,9 +231,10 @@ def pooled_clusters(
     more = flat - flat[flat.sum(1).argmin()]
     near = more.sum(1) <= (NEAR_PULLED if pulled else NEAR) * more.std(1) * flat.shape[1] ** 0.5
     best = int(near.nonzero().max()) if several.any() else bars.index(USUAL)
-    labels = _by_bar(hessians, slopes, ridge, bars)[best]
-    models = _solved(hessians.sum(1), slopes.sum(1), labels, ridge)[1].squeeze(-1)
-    differ = excess(hessians, slopes, labels, ridge)
+    labels = _by_bar(hessians, slopes, ridge, bars, least=least)[best]
+    prior = 4 * ridge / RIDGE if least else ridge  # classes that can be told apart have no finite best model
+    models = _solved(hessians.sum(1), slopes.sum(1), labels, prior)[1].squeeze(-1)
+    differ = excess(hessians, slopes, labels, ridge, least)
     own = shrunken(hessians, slopes, labels, differ * pulled, ridge) - models[labels]
     return labels, models, differ, torch.where((differ * pulled > 0)[labels].unsqueeze(1), own, 0.0)
 
@@ -321,6 +327,7 @@ def _by_bar(
     ridge: Tensor,
     bars: tuple[float, ...],
     filled: float | None = None,
+    least: float = 0.0,
 ) -> list[Tensor]:
     """Return clusters for each bar."""
     n, d = len(slopes), slopes[0, 0].numel()
@@ -334,11 +341,11 @@ def _by_bar(
     found: list[Tensor] = []
     known: dict[tuple[int, ...], float] = {}
     for bar in bars:
-        labels = apart(tree, max(first, noiseless), d, bar, filled)
+        labels = apart(tree, max(first, noiseless, least), d, bar, filled)
         same = tuple(labels.tolist())
         if same not in known:
             known[same] = dispersion(hessians, slopes, labels, ridge) or first
-        found.append(apart(tree, max(known[same], noiseless), d, bar, filled))
+        found.append(apart(tree, max(known[same], noiseless, least), d, bar, filled))
     return found
 
 

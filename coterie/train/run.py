@@ -25,6 +25,7 @@ from coterie.train.export import write_model
 from coterie.train.exported_model import ExportedModel
 from coterie.train.folder import RunFolder
 from coterie.train.history import History
+from coterie.train.links import link_table
 from coterie.train.own_models import OwnModels
 from coterie.train.predict import Predictor
 from coterie.train.row_intervals import RowIntervals
@@ -297,6 +298,27 @@ class Run:
     def tests(self) -> dict[str, float]:
         """Return p-values of "clients differ" and "clusters differ" by likelihood ratio (`hierarchical` only)."""
         return difference_tests(self)
+
+    def links(self) -> polars.DataFrame:
+        """Return for every pair of clients in one group how probable it is that both gain by collaborating.
+
+        Every client computes one gradient more, at the median model of its group. A link of which the data say little
+        has a probability near that of most links.
+
+        Returns
+        -------
+        polars.DataFrame
+            Columns client, other, weight (null where the method has none) and confidence; the least sure first.
+
+        Examples
+        --------
+        >>> import coterie
+        >>> fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+        >>> run = coterie.fit(fed, "cobo", rounds=10)
+        >>> run.links().columns
+        ['client', 'other', 'weight', 'confidence']
+        """
+        return link_table(self)
 
     def intervals(self, level: float = 0.9) -> RowIntervals:
         """Return predictions with the intervals of the model itself (`hierarchical` only).

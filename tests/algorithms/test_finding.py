@@ -236,3 +236,41 @@ def test_networks_of_one_distribution_are_not_split_at_random():
     for seed in range(4):
         fed = curved(seed, apart=0.0)
         assert int(make("ifca").find_clusters(fed, None).labels.max()) == 0
+
+
+@pytest.mark.parametrize("name", ["pfl-tc", "ifca", "cobo"])
+def test_few_rows_of_classes_that_a_line_separates_are_no_reason_to_part(name):
+    """A client that fits its few rows without error shows no noise, so that chance once looked like a difference."""
+    rng = np.random.default_rng(0)
+    centre = rng.normal(size=20)
+    xs = [rng.normal(size=(int(rows), 20)) for rows in rng.integers(12, 60, 10)]
+    ys = [(x @ centre + 0.3 * rng.normal(size=len(x)) > 0).astype(float) for x in xs]
+    fed = Federation.from_arrays(xs, ys, models.logistic())
+    run = fit(fed, make(name), rounds=10)
+    assert int(run.algorithm.observe(run.fed, run.state)["clusters_found"]) == 1
+    fresh = rng.normal(size=(4000, 20))
+    truth = torch.as_tensor(fresh @ centre > 0)
+    right = (
+        (torch.as_tensor(fresh, dtype=run.personal.dtype) @ run.personal.T > 0) == truth.unsqueeze(1)
+    ).double()
+    alone = fit(fed, make("local"), rounds=10)
+    right_alone = (
+        (torch.as_tensor(fresh, dtype=run.personal.dtype) @ alone.personal.T > 0) == truth.unsqueeze(1)
+    ).double()
+    assert float(right.mean()) > float(right_alone.mean()) + 0.05
+
+
+def test_classes_of_many_features_under_other_names_are_told_apart_by_fits():
+    """Softmax with more parameters than sums are sent for: linked all at first, nobody was ever told apart."""
+    rng = np.random.default_rng(1)
+    means = 2.0 * rng.normal(size=(5, 15))
+    xs, ys = [], []
+    for k in range(8):
+        label = rng.integers(0, 5, 50)
+        xs.append(means[label] + rng.normal(size=(50, 15)))
+        ys.append((label + 2 * (k % 2)) % 5)
+    fed = Federation.from_arrays(xs, ys, models.softmax(), clusters=[0, 1] * 4)
+    assert not sends_sums(fed)
+    state = make("cobo").start(fed)
+    same = fed.clusters.unsqueeze(1) == fed.clusters
+    assert torch.equal(state.weights > 0, same & ~torch.eye(8, dtype=torch.bool))

@@ -380,6 +380,21 @@ def test_plots_name_their_axes_and_show_numbers_without_curves(
     assert list(drawn.data[1].x) == [2.5]
 
 
+def test_numbers_of_other_sizes_have_an_axis_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = '[[rows]]\nlabel = "{0}"\nrun = "a"\nmetric = "{0}"\nat_least = -1e9\n'
+    path = tmp_path / "measured.toml"
+    path.write_text(MEASURED + "".join(row.format(name) for name in ("sd", "deviance", "slope")))
+    found = {"sd": 0.5, "deviance": -2e5, "slope": -0.1}
+    offer(monkeypatch, a=lambda experiment, seed: found, b=lambda experiment, seed: found)
+    drawn = run(path)._plot()
+    assert [list(trace.y) for trace in drawn.data] == [["deviance"], ["sd", "slope"]]
+    assert [trace.xaxis for trace in drawn.data] == ["x", "x2"]
+    assert (drawn.layout.xaxis.title.text, drawn.layout.xaxis2.title.text) == ("deviance", "sd / slope")
+    assert [trace.showlegend for trace in drawn.data] == [True, False]
+
+
 @pytest.mark.parametrize(
     "reference", ["os:getcwd", "subprocess:run", "coterie_evil:run", "coterie.experiments.jobs:fit",
                   "coterie.nothing:run", "coterie.experiments.jobs:math", ":x", "coterie"]
