@@ -13,11 +13,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import polars
 import torch
 
 from coterie import Algorithm, State, setting
+from coterie.algorithms.base import Reveals
 from coterie.conformance.runtimes import maker
 from coterie.data.federated import Roles
 from coterie.deploy.federation_plan import RunRequest, connect, survey
@@ -31,7 +33,7 @@ from coterie.engine.aggregate import Aggregate
 class Wide(Algorithm):
     """The mean of vectors of a given length (made for this benchmark, 2026)."""
 
-    reveals = {"train": "model"}
+    reveals: ClassVar[Reveals] = {"train": "model"}
     length: int = setting(1000, "numbers in an answer", low=1)
 
     def start(self, fed):

@@ -224,7 +224,7 @@ def _odd_in(names: Sequence[str], column: str, sums: np.ndarray, columns: int) -
     if there is None:
         return []
     with np.errstate(all="ignore"):  # squares of large numbers
-        units = _other_units(there, columns) | _lone(there)
+        units = _other_units(there, columns) | _lone(there) | _same_everywhere(there)
         outliers = _outliers(there, columns)
     found = [_unit(names[i], column, there, i) for i in np.flatnonzero(units).tolist()]
     return found + [
@@ -269,6 +269,16 @@ def _chance_of_factor(mean: np.ndarray, error: np.ndarray, rows: np.ndarray) -> 
     size = np.abs(mean[same])
     found[same] = chance_of(np.log(size), error[same] / size, rows[same])
     return [found]
+
+
+def _same_everywhere(there: _Column) -> np.ndarray:
+    """Return True for clients with one value in all rows, far from those of the others, who all have several."""
+    enough = there.rows + there.outliers >= FEWEST_ROWS
+    same = enough & (there.whole <= 1e-9 * np.abs(there.whole_mean))
+    if same.sum() != 1 or enough.sum() < 2:
+        return np.zeros(len(enough), dtype=bool)
+    found: np.ndarray = same & (np.abs(there.mean - there.centre) >= _SHIFT * there.sd)
+    return found
 
 
 def _lone(there: _Column) -> np.ndarray:
