@@ -22,7 +22,7 @@ from coterie.deploy.flower_link import QUIET, missing
 
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
 WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
-HEARTBEAT, BEATS = 10.0, 8.0  # seconds: Flower's shortest, of which two may pass, and after which we beat
+HEARTBEAT, BEATS = 10.0, 5.0  # seconds: Flower's shortest, of which two may pass, and after which we beat
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
 NODE_ID = "node-id"
 

@@ -53,6 +53,6 @@ def test_a_stopped_node_holds_nobody_up_and_its_answer_is_used(live: Live) -> No
     down, up = train["messages_down"].to_list(), train["messages_up"].to_list()
     on_their_way = [sum(down[: k + 1]) - sum(up[: k + 1]) for k in range(len(down))]
     # a round ends with four of six answers: more than two on their way would mean that one was lost
-    assert all(0 <= count <= 2 for count in on_their_way)
+    assert all(0 <= count <= 2 for count in on_their_way), on_their_way
     assert any(down[k] < 6 and on_their_way[k - 1] for k in range(1, len(down))), "the others waited for n1"
     assert set(live.models(job)) == {name for node in ("n0", "n1", "n2") for name in live.folder.nodes[node]}
