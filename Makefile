@@ -67,7 +67,7 @@ docs-test: .venv/.test .venv/.docs
 bench: .venv/.core
 	$(BIN)/python -m benchmarks --install
 
-# Fails where speed relative to a plain loop in the same run fell by more than a fifth.
+# Fails where speed fell by more than a fifth from an earlier revision, which is built and runs in turn with this one.
 bench-check: .venv/.core
 	$(BIN)/python -m benchmarks check
 

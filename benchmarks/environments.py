@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / ".bench"
 PEERS = Path(__file__).resolve().parent / "peers"
+BUILT = "built"  # folder of an earlier revision's sources in which it is installed
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Peer:
     """The driver's file, where it is not that of the name."""
     ready: bool = False
     """Whether minibatches are handed over ready-made, one gather each, instead of by a DataLoader."""
+    tree: Path = ROOT
+    """The sources that it runs: ours as they are, or as they were at an earlier revision."""
+
+    @property
+    def path(self) -> tuple[Path, ...]:
+        """Folders that its process imports from."""
+        built = (self.tree / BUILT,) if self.tree != ROOT else ()
+        return *built, self.tree, self.tree / "benchmarks" / "peers" / "shared"
 
     @property
     def python(self) -> Path:
@@ -37,7 +46,7 @@ class Peer:
 
     @property
     def driver(self) -> Path:
-        return PEERS / f"{self.script or self.name}.py"
+        return self.tree / "benchmarks" / "peers" / f"{self.script or self.name}.py"
 
     @property
     def pins(self) -> Path:
@@ -71,6 +80,23 @@ class Peer:
         )
         _run(*start, "--no-deps", *links, "-r", str(self.pins))
         (folder / "pins.txt").write_text(self.pins.read_text())
+
+
+def earlier(revision: str) -> Peer:
+    """Return Coterie at an earlier revision, taken from git and built under .bench/ if it is not there yet."""
+    tree = BENCH / f"coterie-{revision}"
+    if not tree.exists():
+        fresh = BENCH / f"coterie-{revision}.{os.getpid()}"
+        fresh.mkdir(parents=True)
+        archive = fresh / "sources.tar"
+        _run("git", "archive", "--output", str(archive), revision)
+        shutil.unpack_archive(archive, fresh)
+        archive.unlink()
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+        _run(*install, str(fresh / BUILT), str(fresh))
+        shutil.rmtree(fresh / "coterie")  # that in BUILT has the C library
+        fresh.replace(tree)
+    return Peer("earlier", f"Coterie at {revision}", OURS.runs, script="ours", tree=tree)
 
 
 def _run(*command: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.environments import BENCH, PEERS, ROOT, Peer
+from benchmarks.environments import BENCH, Peer
 
 TOLERANCE = 2e-4  # of the largest parameter: float32 sums in another order
 PATIENCE = 600.0  # seconds for one answer
@@ -31,7 +31,7 @@ class Driver:
         environment = {
             **{name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")},
             "BENCH_STARTED": str(time.time()),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{PEERS / 'shared'}",
+            "PYTHONPATH": os.pathsep.join(map(str, peer.path)),
             **({"BENCH_READY": "1"} if peer.ready else {}),
         }
         self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import __main__ as main
 from benchmarks.__main__ import RESULTS
-from benchmarks.environments import ALL
+from benchmarks.environments import ALL, BUILT, OURS, ROOT, Peer
 from benchmarks.race import difference
 from benchmarks.scaling import CURVES, plot, slope
 from benchmarks.table import _about
@@ -73,24 +73,28 @@ def test_peers_have_drivers_pins_and_every_workload_or_a_reason() -> None:
             assert all(re.fullmatch(r"\S+==\S+", line) for line in peer.pins.read_text().split())
 
 
-@pytest.mark.parametrize(("now", "code"), [(10.0, 0), (8.1, 0), (7.9, 1)])
+@pytest.mark.parametrize(("now", "code"), [(1.1, 0), (0.81, 0), (0.79, 1)])
 def test_check_ends_with_1_where_a_fifth_is_lost(
-    now: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    now: float, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three tries, against the ratios that were recorded."""
-    record = tmp_path / "speed.json"
-    line = {"ratio": 10.0, "ratio_least": 10.0}
-    record.write_text(json.dumps({"workloads": {"W1": {"peers": {"ours": {}, "loop": line}}}}))
+    """Three tries, against an earlier revision."""
     tries = []
 
     def race(work: Any, peers: Any, repeats: int, seconds: float) -> dict[str, Any]:
-        tries.append(work.name)
-        return {"peers": {"ours": {}, "loop": {"ratio": now, "ratio_least": now - 1}}}
+        tries.append((work.name, peers))
+        return {"peers": {"ours": {}, "earlier": {"ratio": now, "ratio_least": now - 0.1}}}
 
-    monkeypatch.setattr(main, "RECORD", record)
+    monkeypatch.setattr(main, "earlier", lambda revision: f"at {revision}")
     monkeypatch.setattr(main, "race", race)
-    assert main.check(argparse.Namespace(only=None, repeats=3, seconds=1.0)) == code
-    assert tries == ["W1"] * (3 if code else 1)
+    arguments = argparse.Namespace(only=["W1"], base="abc", repeats=3, seconds=1.0)
+    assert main.check(arguments) == code
+    assert tries == [("W1", ["at abc"])] * (3 if code else 1)
+
+
+def test_an_earlier_revision_runs_its_own_sources() -> None:
+    before = Peer("earlier", "before", OURS.runs, script="ours", tree=Path("elsewhere"))
+    assert OURS.path[0] == ROOT and OURS.driver.is_relative_to(ROOT)
+    assert before.path[0] == Path("elsewhere", BUILT) and before.driver.parts[0] == "elsewhere"
 
 
 def test_the_fastest_of_each_kind_is_named() -> None:

@@ -257,47 +257,50 @@ class LearnedLinks(HeadSums):
     def at_midpoints(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
         """w_ij <- w_ij + gamma <g_i(z), g_j(z)>/m, projected, for the pairs of round t; m is the state's size."""
         weights, size = s.weights, s.size
-        changed = torch.zeros(fed.n, 1, dtype=torch.bool, device=fed.device)
+        touched = []
         for drawn in self.pairs(fed, t, ids):
             i, j, product, own = self.agreements(fed, s.models, *drawn)
             if self.scale == "mean" and len(product):
                 size = running_size(size, product)
-                product, own = product / size, own / size
+                product, own = product / size, None if own is None else own / size
             if self.symmetric:
-                i, j, product, own = torch.cat([i, j]), torch.cat([j, i]), product.repeat(2), own.flatten()
-            else:
-                own = own[0]
-            product, own = product.to(weights.dtype), own.to(weights.dtype)
-            stepped = weights[i, j] + self.pace * product
+                i, j, product = torch.cat([i, j]), torch.cat([j, i]), product.repeat(2)
+            stepped = weights[i, j] + self.pace * product.to(weights.dtype)
             weights = weights.index_put((i, j), stepped if self.domain == "simplex" else stepped.clamp(0, 1))
-            if self.domain == "simplex" and self.own == "norm":
+            if own is not None:
+                own = (own.flatten() if self.symmetric else own[0]).to(weights.dtype)
                 looks = torch.bincount(i, minlength=fed.n).clamp(min=1)
                 mean = torch.zeros_like(weights[0]).index_add_(0, i, own) / looks
                 weights = weights + torch.diag(self.pace * mean)
-            changed = changed.index_fill(0, i, True)
-        if self.domain == "simplex":
-            weights = torch.where(changed, onto_simplex(weights), s.weights)
+            touched.append(i)
+        if self.domain == "simplex" and touched:
+            changed = torch.zeros(fed.n, 1, dtype=torch.bool, device=fed.device)
+            weights = torch.where(
+                changed.index_fill(0, torch.cat(touched), True), onto_simplex(weights), s.weights
+            )
         return s.replace(weights=weights, size=size)
 
     def agreements(
         self, fed: Federation, models: Tensor, i: Tensor, j: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return pairs whose two ends answered, <g_i(z), g_j(z)> at z = (x_i + x_j)/2, and |g_i|^2, |g_j|^2 [2, P]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return pairs whose two ends answered, <g_i(z), g_j(z)> at z = (x_i + x_j)/2, and |g_i|^2, |g_j|^2 [2, P].
+
+        The squared lengths, without their noise, are None unless a client may withdraw.
+        """
         asked = torch.cat([i, j])
         ends = asked.to(fed.device, non_blocking=True)
         i, j = ends.chunk(2)
         phase = self.agree_with_noise if self.withdraws else self.agree
         r = fed.map(phase, each={"z": midpoints(models, ends)}, to=asked, link=PEERS)
         if len(r) == 0:
-            nothing = torch.zeros(0, dtype=torch.float64, device=fed.device)
-            return i[:0], j[:0], nothing, nothing.expand(2, 0)
+            return i[:0], j[:0], torch.zeros(0, dtype=torch.float64, device=fed.device), None
         values = r.values
         if len(r) == len(ends):
             first, second = values.chunk(2)
         else:
             pairs, one, other = both_ends(ends, r.ids, fed.n)
             i, j, first, second = i[pairs], j[pairs], values[one], values[other]
-        own = torch.zeros(2, len(i), dtype=torch.float64, device=fed.device)
+        own = None
         if self.withdraws:
             own = torch.stack([part[:, :-1].square().sum(-1) - part[:, -1] for part in (first, second)])
             own, first, second = own.clamp(min=0).double(), first[:, :-1], second[:, :-1]
