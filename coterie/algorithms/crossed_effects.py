@@ -228,7 +228,10 @@ class CrossedEffects:
         """Return what each of the variances is: noise, clients (by group of coefficients), grouping columns."""
         found, count = layout(fed), int(s.client_groups.max()) + 1
         assert found is not None
-        clients = ["clients"] if count == 1 else [f"clients {k}" for k in range(count)]
+        clients = ["clients"]
+        if count > 1:
+            each = [found.fixed[s.client_groups.cpu() == k].tolist() for k in range(count)]
+            clients = [f"clients: {_called(fed, places)}" for places in each]
         return ["noise", *clients, *found.names]
 
     def crossed_sds(self, fed: Federation, s: State) -> dict[str, Tensor]:
@@ -259,12 +262,14 @@ class CrossedEffects:
         search.deviance(here)  # clients and server are where they were
         return found
 
-    def crossed_likelihood(self, fed: Federation, s: State) -> tuple[Crossed, Tensor, float]:
+    def crossed_likelihood(
+        self, fed: Federation, s: State, *, restricted: bool = False
+    ) -> tuple[Crossed, Tensor, float]:
         """Return the likelihood of least squares, its best point and the deviance there."""
         at = layout(fed)
         assert at is not None
         sums = cell_sums(self.ask(fed, s, at), at)
-        model = Crossed(sums, s.client_groups, at.names, ridge=ridge(fed, at, sums.rows))
+        model = Crossed(sums, s.client_groups, at.names, restricted, ridge=ridge(fed, at, sums.rows))
         return model, *model.fit(model.start(s.variances))
 
 
@@ -272,6 +277,14 @@ def _shares(fed: Federation, replies: Replies, model: Crossed, values: Tensor) -
     """Return the share of each client's coefficients that comes from the common ones, [n]."""
     noise, inside, _ = model.at(values)
     return of_all(fed, replies, pulled_share(model.sums.xx / noise, inside.expand_as(model.sums.xy)))
+
+
+def _called(fed: Federation, places: list[int]) -> str:
+    """Return a name for coefficients that share a variance: that of a single one, else slopes."""
+    if len(places) > 1:
+        return "slopes"
+    known = list(fed.table.preprocessor.feature_names) if fed.table is not None else []
+    return known[places[0]] if places[0] < len(known) else "intercept"
 
 
 def _without_last(information: Tensor, count: int) -> Tensor:
