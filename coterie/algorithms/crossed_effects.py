@@ -18,7 +18,7 @@ from coterie.algorithms.crossed_cells import (
     working_rows,
 )
 from coterie.algorithms.crossed_modes import ModeSearch, filled, ridge
-from coterie.algorithms.effect_groups import named_columns
+from coterie.algorithms.effect_groups import called, named_columns
 from coterie.algorithms.marginal_effects import of_all
 from coterie.algorithms.quadratics import digits
 from coterie.engine.client import Client
@@ -231,7 +231,7 @@ class CrossedEffects:
         clients = ["clients"]
         if count > 1:
             each = [found.fixed[s.client_groups.cpu() == k].tolist() for k in range(count)]
-            clients = [f"clients: {_called(fed, places)}" for places in each]
+            clients = [f"clients: {called(fed, places)}" for places in each]
         return ["noise", *clients, *found.names]
 
     def crossed_sds(self, fed: Federation, s: State) -> dict[str, Tensor]:
@@ -277,14 +277,6 @@ def _shares(fed: Federation, replies: Replies, model: Crossed, values: Tensor) -
     """Return the share of each client's coefficients that comes from the common ones, [n]."""
     noise, inside, _ = model.at(values)
     return of_all(fed, replies, pulled_share(model.sums.xx / noise, inside.expand_as(model.sums.xy)))
-
-
-def _called(fed: Federation, places: list[int]) -> str:
-    """Return a name for coefficients that share a variance: that of a single one, else slopes."""
-    if len(places) > 1:
-        return "slopes"
-    known = list(fed.table.preprocessor.feature_names) if fed.table is not None else []
-    return known[places[0]] if places[0] < len(known) else "intercept"
 
 
 def _without_last(information: Tensor, count: int) -> Tensor:

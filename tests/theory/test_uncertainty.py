@@ -119,6 +119,9 @@ def test_a_table_has_its_variances_and_effects_in_units_of_the_target():
     assert np.abs(effects[1] / effects[0] / 1e3 - 1).max() < 0.01
     assert (sizes[0][:, 1] < 1).all() and (sizes[0][:, 2] > 1).all(), "both variances are 1"
     assert run.variances()["coefficients"].to_list() == ["", "(intercept)"]
+    recorded = run.algorithm.observe(run.fed, run.state)
+    for name, size in zip(("sd noise", "sd clients"), sizes[1][:, 0], strict=True):
+        assert float(recorded[name]) ** 2 == pytest.approx(size, rel=1e-3)
     intercepts = run.effects().filter(pl.col("coefficient") == "(intercept)")["estimate"]
     assert intercepts.mean() == pytest.approx(float(frame["y"].mean()) * 1000, rel=0.1)
 
