@@ -263,6 +263,11 @@ def table(draws: dict[str, dict[str, Hits]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _complete(hits: Hits) -> bool:
+    """Return False for a draw that is missing, or whose variances are to be judged again."""
+    return any(name.startswith("variance") for name in hits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -277,7 +282,7 @@ def main() -> None:
     for world in given.worlds:
         mine = draws.setdefault(world, {})
         for seed in range(given.first, given.first + given.count):
-            if str(seed) not in mine:
+            if not _complete(mine.get(str(seed), {})):
                 mine[str(seed)] = WORLDS[world](np.random.default_rng([seed, 2026]))
                 given.out.write_text(json.dumps(draws) + "\n")
     (TABLE if given.out == DRAWS else given.out.with_suffix(".md")).write_text(table(draws))

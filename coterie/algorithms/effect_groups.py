@@ -101,7 +101,9 @@ def standard_deviations(fed: Federation, s: State) -> dict[str, Tensor]:
     if count > MOST_RECORDED or not bool((within == within[:1]).all()):
         return found
     each = [(groups == k).nonzero().squeeze(-1).tolist() for k in range(count)]
-    levels = {"clients": within[0]} | ({"clusters": s.between.double().cpu()} if len(s.centres) > 1 else {})
+    levels = {"clients": within[0]}
+    if len(s.centres) > 1 and "membership" not in s:  # a mixture's centres have no variance
+        levels["clusters"] = s.between.double().cpu()
     for level, variances in levels.items():
         for places in each:
             if bool((variances[places] == variances[places[0]]).all()):

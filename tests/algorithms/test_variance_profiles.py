@@ -117,3 +117,29 @@ def test_classes_have_the_profile_of_brute_force_integration(seed, spread):
     elif found["lower"] > 0:
         assert profile(found["lower"]) - best == pytest.approx(APART, abs=0.03)
     assert torch.equal(before, run.personal)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"effects": "intercept"}, {"sd noise", "sd clients", "sd clusters"}),
+        ({"effects": "intercept", "variances": "cluster"}, {"sd noise"}),
+        ({"effects": "intercept", "noise": "client"}, {"sd clients", "sd clusters"}),
+        ({"grouping": "mixture", "effects": "intercept"}, {"sd noise", "sd clients"}),
+        (
+            {"grouping": "one", "effects": "intercept", "slopes": "0", "covariance": "full"},
+            {"sd noise", "sd clients: x0", "sd clients: intercept"},
+        ),
+        ({"choose": "given"}, set()),
+    ],
+)
+def test_what_is_recorded_of_standard_deviations(settings, names):
+    rng = np.random.default_rng(3)
+    xs = [rng.normal(size=(12, 2)) for _ in range(12)]
+    ys = [x[:, 0] * (1 + 0.5 * rng.normal()) + 4 * (k % 3) + rng.normal() for k, x in enumerate(xs)]
+    ys = [y + rng.normal(size=12) for y in ys]
+    fed = Federation.from_arrays(xs, ys, models.linear(intercept=True), clusters=[k % 3 for k in range(12)])
+    run = fit(fed, make("hierarchical", **settings), rounds=1, evaluate_every=0)
+    found = run.algorithm.observe(run.fed, run.state)
+    assert {name for name in found if name.startswith("sd ")} == names
+    assert all(float(found[name]) > 0 for name in names)
