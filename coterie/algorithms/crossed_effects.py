@@ -18,7 +18,7 @@ from coterie.algorithms.crossed_cells import (
     working_rows,
 )
 from coterie.algorithms.crossed_modes import ModeSearch, filled, ridge
-from coterie.algorithms.effect_groups import named_columns
+from coterie.algorithms.effect_groups import called, named_columns
 from coterie.algorithms.marginal_effects import of_all
 from coterie.algorithms.quadratics import digits
 from coterie.engine.client import Client
@@ -228,7 +228,10 @@ class CrossedEffects:
         """Return what each of the variances is: noise, clients (by group of coefficients), grouping columns."""
         found, count = layout(fed), int(s.client_groups.max()) + 1
         assert found is not None
-        clients = ["clients"] if count == 1 else [f"clients {k}" for k in range(count)]
+        clients = ["clients"]
+        if count > 1:
+            each = [found.fixed[s.client_groups.cpu() == k].tolist() for k in range(count)]
+            clients = [f"clients: {called(fed, places)}" for places in each]
         return ["noise", *clients, *found.names]
 
     def crossed_sds(self, fed: Federation, s: State) -> dict[str, Tensor]:
@@ -259,12 +262,14 @@ class CrossedEffects:
         search.deviance(here)  # clients and server are where they were
         return found
 
-    def crossed_likelihood(self, fed: Federation, s: State) -> tuple[Crossed, Tensor, float]:
+    def crossed_likelihood(
+        self, fed: Federation, s: State, *, restricted: bool = False
+    ) -> tuple[Crossed, Tensor, float]:
         """Return the likelihood of least squares, its best point and the deviance there."""
         at = layout(fed)
         assert at is not None
         sums = cell_sums(self.ask(fed, s, at), at)
-        model = Crossed(sums, s.client_groups, at.names, ridge=ridge(fed, at, sums.rows))
+        model = Crossed(sums, s.client_groups, at.names, restricted, ridge=ridge(fed, at, sums.rows))
         return model, *model.fit(model.start(s.variances))
 
 

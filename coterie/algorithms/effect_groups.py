@@ -9,9 +9,11 @@ from torch import Tensor
 
 from coterie._core.errors import SettingError, nearest
 from coterie.engine.federation import Federation
+from coterie.engine.state import State
 from coterie.theory.mixed_likelihood import best_effects
 from coterie.theory.variance_components import Components, Sums, pattern
 
+MOST_RECORDED = 4  # variances of clients up to which each is recorded by name
 MOST_VARIANCES = 16  # parameters up to which each may have a variance of its own unless asked otherwise
 
 
@@ -73,4 +75,38 @@ def named_columns(slopes: str, fed: Federation) -> list[int]:
             found.append(int(name))
         else:
             raise SettingError(f"hierarchical: slopes = {name!r} is no feature.{nearest(name, names)}")
+    return found
+
+
+def called(fed: Federation, places: list[int]) -> str:
+    """Return a name for coefficients that share a variance: intercept, the feature of a single one, or slopes."""
+    marks = fed.model.groups
+    if "intercept" in marks and bool(marks["intercept"].cpu()[places].all()):
+        return "intercept"
+    names = [] if fed.table is None else fed.table.preprocessor.feature_names
+    return "slopes" if len(places) > 1 else names[places[0]] if places[0] < len(names) else f"x{places[0]}"
+
+
+def standard_deviations(fed: Federation, s: State) -> dict[str, Tensor]:
+    """Return standard deviations by name: of the noise of least squares, of clients, of clusters.
+
+    In units of the target; none where there are several noises, or clusters have variances of their own.
+    """
+    groups, closed = s.groups.cpu(), fed.model.has_statistics
+    scale = fed.table.target_scale if fed.table is not None and closed else 1.0
+    found = {"sd noise": torch.tensor(scale * s.noise**0.5)} if closed and "noises" not in s else {}
+    within = s.within.double().cpu()
+    within = within if within.dim() == 2 else within.diagonal(dim1=-2, dim2=-1)
+    count = int(groups.max()) + 1
+    if count > MOST_RECORDED or not bool((within == within[:1]).all()):
+        return found
+    each = [(groups == k).nonzero().squeeze(-1).tolist() for k in range(count)]
+    levels = {"clients": within[0]}
+    if len(s.centres) > 1 and "membership" not in s:  # a mixture's centres have no variance
+        levels["clusters"] = s.between.double().cpu()
+    for level, variances in levels.items():
+        for places in each:
+            if bool((variances[places] == variances[places[0]]).all()):
+                name = level if count == 1 else f"{level}: {called(fed, places)}"
+                found[f"sd {name}"] = scale * variances[places[0]].sqrt()
     return found

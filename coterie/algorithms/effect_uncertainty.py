@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import SettingError
-from coterie.algorithms.crossed_cells import cell_sums, layout
-from coterie.algorithms.crossed_modes import ridge
+from coterie.algorithms.crossed_uncertainty import crossed_tests, crossed_variances
 from coterie.algorithms.marginal_uncertainty import marginal_posterior, marginal_tests, marginal_variances
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.theory.covariance_doubt import covariance_intervals, covariance_of, general_effects
-from coterie.theory.crossed import Crossed
-from coterie.theory.crossed_posterior import CrossedPosterior
 from coterie.theory.mixed_likelihood import Likelihood
 from coterie.theory.uncertainty import (
     Effects,
-    boundary_chance,
     client_effects,
     difference_tests,
     doubt_of_variances,
@@ -50,41 +46,15 @@ def posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, 
     return ids, client_effects(sums.xx / s.noise, sums.xy / s.noise, centre, spread, sure, doubt, groups)
 
 
-def crossed_posterior(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, CrossedPosterior]:
-    """Return the ids of clients that answered, and their coefficients, the levels' effects, and their uncertainty."""
-    at = layout(fed)
-    assert at is not None
-    replies = method.ask(fed, s, at)
-    sums = cell_sums(replies, at)
-    noise = None if fed.model.has_statistics else 1.0
-    model = Crossed(sums, s.client_groups, at.names, noise=noise, ridge=ridge(fed, at, sums.rows))
-    doubt = torch.zeros(len(s.variances), len(s.variances), dtype=torch.float64)
-    doubt[-len(s.information) :, -len(s.information) :] = _crossed_doubt(
-        s, len(s.variances) - len(s.information)
-    )
-    return replies.ids, CrossedPosterior(model, s.variances, doubt)
-
-
-def _crossed_doubt(s: State, first: int) -> Tensor:
-    """Return the covariance of the logarithms of variances from the `first` on; 0 where one is zero."""
-    values = s.variances[first:]
-    information = s.information[-len(values) :, -len(values) :]
-    known = ((information.diagonal() > 0) & (values > 0)).nonzero().squeeze(-1)
-    doubt = torch.zeros_like(information)
-    doubt[known[:, None], known] = torch.linalg.pinv(information[known[:, None], known], hermitian=True)
-    return doubt
-
-
 def variances(
     method: Hierarchical, fed: Federation, s: State, level: float
 ) -> dict[str, tuple[float, float, float]]:
     """Return estimate, lower and upper end of each variance by name.
 
-    By profile likelihood for least squares; for other losses, and with several grouping columns, from the second
-    derivative in the logarithm.
+    By profile likelihood; several noises and correlated effects from the second derivative.
     """
     if "client_groups" in s:
-        return _crossed_variances(method, fed, s, level)
+        return crossed_variances(method, fed, s, level)
     _check(s)
     if "psi" in s:
         return marginal_variances(method, fed, s, level)
@@ -121,45 +91,11 @@ def _noise_ends(model: Likelihood, point: Tensor, level: float) -> list[tuple[fl
 def tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
     """Return p-values of likelihood-ratio tests whether clients and clusters, or levels of grouping columns, differ."""
     if "client_groups" in s:
-        return _crossed_tests(method, fed, s)
+        return crossed_tests(method, fed, s)
     _check(s)
     if "psi" in s:
         return marginal_tests(method, fed, s)
     return difference_tests(*_likelihood(method, fed, s, *_sums(method, fed, s), restricted=False))
-
-
-def _crossed_variances(
-    method: Hierarchical, fed: Federation, s: State, level: float
-) -> dict[str, tuple[float, float, float]]:
-    """Return `variances` with several grouping columns; a variance of zero has no upper end."""
-    from scipy.stats import norm
-
-    reach, first = float(norm.ppf(0.5 + level / 2)), 0 if fed.model.has_statistics else 1
-    names, values = method.variance_names(fed, s)[first:], s.variances[first:]
-    doubt = _crossed_doubt(s, first).diagonal().clamp(min=0)
-    known = doubt > 0
-    factor = (reach * doubt.sqrt()).exp()
-    lower, upper = values / factor, torch.where(known, values * factor, torch.inf)
-    rows = zip(values.tolist(), lower.tolist(), upper.tolist(), strict=True)
-    return dict(zip(names, rows, strict=True))
-
-
-def _crossed_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str, float]:
-    """Return the p-values of "clients differ" and "COLUMN differs"."""
-    names = method.variance_names(fed, s)[1:]
-    clients = list(range(int(s.client_groups.max()) + 1))
-    parts = {"clients differ": clients}
-    parts |= {f"{name} differs": [k] for k, name in enumerate(names) if k not in clients}
-    if not fed.model.has_statistics:
-        without, best = method.laplace_without(fed, s, parts), s.deviance
-    else:
-        model, point, best = method.crossed_likelihood(fed, s)
-        start = point.clamp(min=-10.0)
-        without = {
-            name: model.fit(start, dict.fromkeys((1 + k for k in at), -torch.inf))[1]
-            for name, at in parts.items()
-        }
-    return {name: boundary_chance(without[name] - best, len(at)) for name, at in parts.items()}
 
 
 def _sums(method: Hierarchical, fed: Federation, s: State) -> tuple[Tensor, Sums]:

@@ -13,7 +13,7 @@ from coterie._core.errors import SettingError
 from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.crossed_cells import layout
 from coterie.algorithms.crossed_effects import CrossedEffects
-from coterie.algorithms.effect_groups import effect_groups
+from coterie.algorithms.effect_groups import effect_groups, standard_deviations
 from coterie.algorithms.finding import Finder
 from coterie.algorithms.marginal_effects import QUADRATIC_ROUNDS, MarginalEffects, of_all
 from coterie.algorithms.mixture_effects import check_mixture, mixture_round
@@ -397,7 +397,9 @@ class Hierarchical(MarginalEffects, CrossedEffects, Finder):
         if "membership" in s:
             surest = s.membership.max(-1)
             trust |= {"cluster": surest.indices.to(s.x), "membership": surest.values}
-        return {"noise": torch.tensor(s.noise), "within": s.within, "between": s.between, **trust}
+        if "groups" in s and self.choice(fed) != "given":
+            trust |= standard_deviations(fed, s)
+        return {"within": s.within, "between": s.between, **trust}
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
         newton = {"curve": (0, d * d + d + 1), "place": (2 * d + 1, 0), "judge": (len(PAIRS) * d, len(PAIRS))}

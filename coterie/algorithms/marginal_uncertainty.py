@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from coterie.algorithms.marginal_effects import WORSE, between_sums, unpacked, weighted
 from coterie.engine.federation import Federation
 from coterie.engine.state import State
 from coterie.theory.marginal_newton import ModelPoint, newton_step
 from coterie.theory.psi_doubt import psi_cover, psi_effects, psi_intervals
-from coterie.theory.uncertainty import Effects, boundary_chance, least_squares_doubt, profile_interval
+from coterie.theory.uncertainty import (
+    SURE,
+    Effects,
+    boundary_chance,
+    least_squares_doubt,
+    profile_ends,
+    profile_interval,
+)
 from coterie.theory.variance_components import Components, Sums
 
 if TYPE_CHECKING:
     from coterie.algorithms.hierarchical import Hierarchical
 
 _MOST_STEPS = 40
+_NEGLIGIBLE = 1e-2  # share of psi's scale that is as good as zero
+_WIDEST = 2.0  # standard error of a logarithm by which the ends of an interval are guessed at most
 _SETTLED = 1e-6  # change of log likelihood that ends a search under a null hypothesis
 
 
@@ -31,9 +42,16 @@ def marginal_posterior(method: Hierarchical, s: State, sums: Sums) -> Effects:
 def marginal_variances(
     method: Hierarchical, fed: Federation, s: State, level: float
 ) -> dict[str, tuple[float, float, float]]:
-    """Return estimate, lower and upper end of each variance; of clusters by profile likelihood of their centres."""
+    """Return estimate, lower and upper end of each variance by name.
+
+    By profile likelihood where the standard error of the logarithm is `SURE` or more, and for clusters (of their
+    centres); else, and for correlated effects, from the second derivative.
+    """
     structure, cover = method.structure(s.groups), psi_cover(s.information, s.psi.numel())
-    found = psi_intervals(structure, s.psi, cover, level, full=method.covariance == "full")
+    full = method.covariance == "full"
+    found = psi_intervals(structure, s.psi, cover, level, full=full)
+    if not full:
+        found |= _profiled(method, fed, s, cover, level, list(found))
     if len(s.centres) == 1:
         return found
     clusters, d = method.clusters(fed), structure.d
@@ -47,6 +65,32 @@ def marginal_variances(
         values = torch.tensor([float(point[1 + k]), *ends], dtype=torch.float64).exp() * model.scale[1 + k]
         middle, low, high = values.tolist()
         found[f"cluster {k}"] = (middle, low, high)
+    return found
+
+
+def _profiled(
+    method: Hierarchical, fed: Federation, s: State, cover: Tensor, level: float, names: list[str]
+) -> dict[str, tuple[float, float, float]]:
+    """Return profile intervals of the clients' variances, the squares of psi, that are not known well."""
+    errors = 2 * cover.diagonal().clamp(min=0).sqrt() / s.psi.flatten().abs().clamp(min=1e-300)
+    found, restricted = {}, method.choice(fed) == "reml"
+    places = [k for k in range(len(names)) if not float(errors[k]) < SURE]
+    best = -2 * _highest(method, fed, s, s, restricted=restricted) if places else 0.0
+    for k in places:
+        size = float(s.psi.flatten()[k].abs())
+        held = torch.zeros_like(s.psi, dtype=torch.bool)
+        held.view(-1)[k] = True
+
+        def profiled(value: float, held: Tensor = held) -> float:
+            psi = torch.where(held, math.exp(value / 2), s.psi)
+            return -2 * _highest(method, fed, s, s.replace(psi=psi), restricted=restricted, held=held)
+
+        least = _NEGLIGIBLE * float(s.largest[k % s.psi.shape[1]])
+        logs = profile_ends(
+            profiled, best, 2 * math.log(max(size, least)), min(float(errors[k]), _WIDEST), level
+        )
+        found[names[k]] = (size**2, math.exp(logs[0]), math.exp(logs[1]))
+    fed.map(method.follow, each=method.sent(s, method.clusters(fed)), groups=s.groups, link=method.link)
     return found
 
 
@@ -65,8 +109,16 @@ def marginal_tests(method: Hierarchical, fed: Federation, s: State) -> dict[str,
     return found
 
 
-def _highest(method: Hierarchical, fed: Federation, s: State, null: State) -> float:
-    """Return the largest log likelihood where variances that are zero in `null` stay zero."""
+def _highest(
+    method: Hierarchical,
+    fed: Federation,
+    s: State,
+    null: State,
+    *,
+    restricted: bool = False,
+    held: Tensor | None = None,
+) -> float:
+    """Return the largest log likelihood where variances that are zero in `null`, and psi that are held, stay so."""
     structure, clusters = method.structure(s.groups), method.clusters(fed)
     free_psi, free_between = bool(null.psi.any()), len(s.centres) > 1 and bool(null.between.any())
     point, base, highest = _point(null), _point(null), -torch.inf
@@ -76,7 +128,7 @@ def _highest(method: Hierarchical, fed: Federation, s: State, null: State) -> fl
         replies = fed.map(method.contribute, each=sent, groups=s.groups, link=method.link)
         found, mine = weighted(unpacked(replies, structure), s, replies), clusters[replies.ids]
         largest = torch.maximum(s.largest, point.psi.abs().amax(0))
-        step = newton_step(point, found, mine, structure, largest)
+        step = newton_step(point, found, mine, structure, largest, restricted=restricted, held=held)
         if step.value < highest - WORSE:
             point = base.towards(point, 0.25)
             continue
@@ -85,7 +137,7 @@ def _highest(method: Hierarchical, fed: Federation, s: State, null: State) -> fl
             break
         target = step.target
         if free_between:
-            target = method.with_between(point, found, mine, step, s, restricted=False)
+            target = method.with_between(point, found, mine, step, s, restricted=restricted)
         psi = target.psi if free_psi else torch.zeros_like(target.psi)
         point = ModelPoint(target.common, target.centres, psi, target.between)
     return highest

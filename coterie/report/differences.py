@@ -42,7 +42,7 @@ def heterogeneity(run: RunFacts) -> list[Panel]:
 
 
 def _spread_panel(run: RunFacts) -> Panel | None:
-    """Draw the standard deviations that a model with several grouping columns estimated."""
+    """Draw the standard deviations that a hierarchical model estimated."""
     import polars as pl
 
     rows = run.metrics.filter((pl.col("split") == "server") & pl.col("metric").str.starts_with("sd "))
@@ -55,8 +55,8 @@ def _spread_panel(run: RunFacts) -> Panel | None:
     return Panel(
         "spread-of-effects",
         "Where outcomes differ",
-        "Standard deviation of what a row owes to chance (noise), to its client, and to the level of each grouping "
-        "column, in units of the target; of log odds or log counts for classes and counts.",
+        "Standard deviation of what a row owes to chance (noise), to its client, and to its cluster or the level of "
+        "each grouping column, in units of the target; of log odds or log counts for classes and counts.",
         [_bars(names, values)],
         _bar_layout("standard deviation", len(names)),
         ("what", "standard deviation", "share of the variance"),

@@ -330,7 +330,7 @@ class Crossed:
         return common, effect, left.volume + size
 
     def fit(
-        self, start: Tensor, fixed: dict[int, float] | None = None, tolerance: float = 1e-10
+        self, start: Tensor, fixed: dict[int, float] | None = None, *, tolerance: float = 1e-10
     ) -> tuple[Tensor, float]:
         """Return the point with the smallest deviance, and that; some numbers may be kept as they are given."""
         fixed = dict(fixed or {}) | ({} if self.noise is None else {0: 0.0})
@@ -338,15 +338,15 @@ class Crossed:
 
     def information(self, point: Tensor) -> Tensor:
         """Return half the second derivative of the deviance; 0 at variances of zero."""
-        return information_of(self.deviance, point, self._free(point))
+        return information_of(self.deviance, point, self.free(point))
 
-    def _free(self, point: Tensor) -> list[int]:
-        """Return which numbers are estimated and not at the lower end of their range."""
+    def free(self, point: Tensor) -> list[int]:
+        """Return which numbers are estimated and not at an end of their range."""
         return [k for k in range(int(self.noise is not None), len(point)) if float(point[k]) > LOWEST + 3]
 
     def sharpened(self, point: Tensor) -> Tensor:
         """Return the best point with its last digits right."""
-        return sharpened(self.deviance, point, self._free(point))
+        return sharpened(self.deviance, point, self.free(point))
 
     def without(self, point: Tensor, best: float) -> Tensor:
         """Return the point with variances set to zero that do not matter."""

@@ -40,7 +40,7 @@ def minimum(function: Callable[[Tensor], float], start: Tensor) -> tuple[Tensor,
     >>> [round(number, 3) for number in point.tolist()], round(information[0, 0].item(), 2)
     ([1.0, -2.0], 1.0)
     """
-    point, value = _descend(function, start)
+    point, value = descend(function, start)
     slope, bent = _quadratic(function, point, value)
     inside = ((point > _LOWEST + 1) & (bent.diagonal() > 1e-6)).nonzero().squeeze(-1)
     move = torch.linalg.lstsq(bent[inside[:, None], inside], -slope[inside].unsqueeze(-1)).solution.squeeze(
@@ -53,8 +53,29 @@ def minimum(function: Callable[[Tensor], float], start: Tensor) -> tuple[Tensor,
     return (there, lower, kept) if lower < value else (point, value, kept)
 
 
-def _descend(function: Callable[[Tensor], float], start: Tensor) -> tuple[Tensor, float]:
-    """Return a point near the minimum and the value there, by BFGS from differences."""
+def descend(function: Callable[[Tensor], float], start: Tensor) -> tuple[Tensor, float]:
+    """Return a point near the minimum and the value there, by BFGS from differences.
+
+    Parameters
+    ----------
+    function
+        The function, of logarithms of variances.
+    start
+        Where to begin, [k].
+
+    Returns
+    -------
+    tuple of Tensor and float
+        The point [k], and a value less than 1e-4 above the smallest.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.laplace import descend
+    >>> point, value = descend(lambda at: float((at - 1).square().sum()), torch.zeros(2).double())
+    >>> [round(number, 2) for number in point.tolist()], value < 1e-4
+    ([1.0, 1.0], True)
+    """
     point = start.double().clamp(_LOWEST, _HIGHEST)
     value = function(point)
     slope, curved = _slopes(function, point, value)

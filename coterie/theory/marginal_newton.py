@@ -111,6 +111,7 @@ def newton_step(
     largest: Tensor,
     *,
     restricted: bool = False,
+    held: Tensor | None = None,
 ) -> NewtonStep:
     """Return the value at a point and the Newton step from it.
 
@@ -128,6 +129,8 @@ def newton_step(
         Largest change of each psi, [p].
     restricted
         Whether the likelihood is integrated over w too (restricted maximum likelihood).
+    held
+        Which psi stay as they are, [k or 1, p]; by default none.
 
     Returns
     -------
@@ -183,12 +186,17 @@ def newton_step(
         cover = cover + passed @ _pseudo_inverse(above) @ passed.mT
     if restricted or k > 1:
         right = right + _correction(point, found, clusters, structure, cover)
-    step, gain = ascent(schur, right)
+    moving = torch.ones_like(right, dtype=torch.bool)
+    if held is not None:
+        moving[d:] = ~held.flatten()
+    step = torch.zeros_like(right)
+    step[moving], gain = ascent(schur[moving][:, moving], right[moving])
     change = step[d:].view(levels, p)
     room = room_for(change, point.psi, largest)
     limit = float((room / change.abs().clamp(min=1e-300)).min().clamp(max=1.0))
     step = limit * step
     saddle = (point.psi.abs() < 1e-3 * largest) & (schur.diagonal()[d:].view(levels, p) < 0)
+    saddle = saddle & moving[d:].view(levels, p)
     if bool(saddle.any()):  # zero is always stationary; here the likelihood rises on both sides of it
         step[d:] = torch.where(saddle, 0.3 * largest - point.psi, step[d:].view(levels, p)).flatten()
         gain = torch.inf

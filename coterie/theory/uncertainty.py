@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from coterie.theory.hierarchical import lift, scaled, settle, times
 from coterie.theory.mixed_likelihood import Likelihood
 from coterie.theory.variance_components import Components, Sums
 
+SURE = 0.2  # standard error of a logarithm below which its likelihood is as good as quadratic
 _PROFILE_STEPS = 25
 _PROFILE_CLOSE = 2e-3  # of the root of the deviance, in standard deviations
 
@@ -163,8 +165,23 @@ def doubt_of_variances(model: Likelihood, point: Tensor) -> Tensor:
     return doubt
 
 
+class Profiled(Protocol):
+    """A likelihood as a function of several numbers, of which some can be kept as they are."""
+
+    def deviance(self, point: Tensor) -> Tensor:
+        """Return -2 log likelihood."""
+
+    def fit(
+        self, start: Tensor, fixed: dict[int, float] | None = None, *, tolerance: float = 1e-13
+    ) -> tuple[Tensor, float]:
+        """Return the best point and the deviance there; some numbers are kept as given."""
+
+    def free(self, point: Tensor) -> list[int]:
+        """Return which numbers are estimated and not at an end of their range."""
+
+
 def profile_interval(
-    model: Likelihood, point: Tensor, best: float, at: int, level: float
+    model: Profiled, point: Tensor, best: float, at: int, level: float
 ) -> tuple[float, float]:
     """Return the profile-likelihood interval of one number of the likelihood.
 
@@ -200,17 +217,54 @@ def profile_interval(
     >>> low == -math.inf and high < 2
     True
     """
+    here, error, trial = max(float(point[at]), -18.0), _profile_error(model, point, at), point
+
+    def profiled(there: float) -> float:
+        nonlocal trial
+        trial, deviance = model.fit(trial, {at: there}, tolerance=1e-10)
+        return deviance
+
+    return profile_ends(profiled, best, here, error, level)
+
+
+def profile_ends(
+    profiled: Callable[[float], float], best: float, here: float, error: float, level: float
+) -> tuple[float, float]:
+    """Return where a profile deviance says that the logarithm of a variance has its ends.
+
+    Parameters
+    ----------
+    profiled
+        Smallest deviance with the number kept at a value.
+    best
+        Smallest deviance of all.
+    here
+        Value at which it is reached, or where a variance is as good as zero.
+    error
+        Standard error by which the ends are guessed.
+    level
+        Coverage, such as 0.9.
+
+    Returns
+    -------
+    tuple of float
+        Lower end, minus infinity where nothing bounds it; upper end, infinity likewise.
+
+    Examples
+    --------
+    >>> from coterie.theory.uncertainty import profile_ends
+    >>> low, high = profile_ends(lambda value: (value / 2) ** 2, 0.0, 0.0, 1.0, 0.9)
+    >>> round(low, 2), round(high, 2)
+    (-3.29, 3.29)
+    """
     from scipy.stats import norm
 
-    aim, here = float(norm.ppf(0.5 + level / 2)), max(float(point[at]), -18.0)
-    error = _profile_error(model, point, at)
-    return (
-        _profile_end(model, point, best, at, here, aim, -error),
-        _profile_end(model, point, best, at, here, aim, error),
-    )
+    aim = float(norm.ppf(0.5 + level / 2))
+    low, high = (_profile_end(profiled, best, here, aim, sign * error) for sign in (-1.0, 1.0))
+    return low, high
 
 
-def _profile_error(model: Likelihood, point: Tensor, at: int) -> float:
+def _profile_error(model: Profiled, point: Tensor, at: int) -> float:
     """Return the standard error of a number, by which an end of its profile interval is guessed."""
     free = model.free(point)
     if at not in free:
@@ -223,16 +277,14 @@ def _profile_error(model: Likelihood, point: Tensor, at: int) -> float:
 
 
 def _profile_end(
-    model: Likelihood, point: Tensor, best: float, at: int, here: float, aim: float, error: float
+    profiled: Callable[[float], float], best: float, here: float, aim: float, error: float
 ) -> float:
     """Return where the root of the profile deviance is `aim` on one side: false position, as it is nearly linear."""
     inside, outside, there = here, math.inf if error > 0 else -math.inf, here + aim * error
-    trial = point
     for _ in range(_PROFILE_STEPS):
         if not -19.0 < there < 20.0:
             there = math.copysign(19.0, there)
-        trial, deviance = model.fit(trial, {at: there}, tolerance=1e-10)
-        root = math.sqrt(max(deviance - best, 0.0))
+        root = math.sqrt(max(profiled(there) - best, 0.0))
         if abs(root - aim) < _PROFILE_CLOSE:
             return there
         if root < aim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from coterie._core.errors import SettingError
 from coterie.algorithms import effect_uncertainty
 from coterie.algorithms.crossed_cells import layout
+from coterie.algorithms.crossed_uncertainty import crossed_posterior
 from coterie.algorithms.hierarchical import Hierarchical
 from coterie.engine.federation import Federation
 from coterie.engine.resplit import merged
@@ -34,7 +36,8 @@ def client_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     -------
     polars.DataFrame
         Columns client, coefficient, estimate, lower, upper, centre, shrinkage, and weight where tails are heavy. With
-        several grouping columns, effects of levels follow as rows of the client "(all)".
+        several grouping columns, effects of levels follow as rows of the client "(all)". Numbers are in units of the
+        target, for features that a table standardised; log odds or log counts for classes and counts.
     """
     import polars
     from scipy.stats import norm
@@ -56,7 +59,7 @@ def client_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     }
     if "trust" in run.state:
         columns["weight"] = run.state.trust[ids].repeat_interleave(d).tolist()
-    return polars.DataFrame(columns)
+    return _in_target_units(run, polars.DataFrame(columns))
 
 
 def _crossed_table(run: Run, level: float) -> polars.DataFrame:
@@ -67,23 +70,41 @@ def _crossed_table(run: Run, level: float) -> polars.DataFrame:
     method, fed = trained_clients(run)
     at = layout(fed)
     assert at is not None
-    ids, found = effect_uncertainty.crossed_posterior(method, fed, run.state)
+    ids, found = crossed_posterior(method, fed, run.state)
     names, reach = coefficient_names(run), float(norm.ppf(0.5 + level / 2))
     fixed, grouped = at.fixed.tolist(), at.grouped.tolist()
     clients = [run.fed.names[int(k)] for k in ids for _ in fixed] + ["(all)"] * len(grouped)
     estimate = torch.cat([found.clients.flatten(), found.levels])
     error = torch.cat([found.client_errors().flatten(), found.level_errors()])
     common = run.state.x.double().cpu()[at.fixed].repeat(len(ids))
-    return polars.DataFrame(
-        {
-            "client": clients,
-            "coefficient": [names[k] for k in fixed] * len(ids) + [names[k] for k in grouped],
-            "estimate": estimate.tolist(),
-            "lower": (estimate - reach * error).tolist(),
-            "upper": (estimate + reach * error).tolist(),
-            "centre": [*common.tolist(), *[0.0] * len(grouped)],
-            "shrinkage": [*found.shrinkage().flatten().tolist(), *[None] * len(grouped)],
-        }
+    columns = {
+        "client": clients,
+        "coefficient": [names[k] for k in fixed] * len(ids) + [names[k] for k in grouped],
+        "estimate": estimate.tolist(),
+        "lower": (estimate - reach * error).tolist(),
+        "upper": (estimate + reach * error).tolist(),
+        "centre": [*common.tolist(), *[0.0] * len(grouped)],
+        "shrinkage": [*found.shrinkage().flatten().tolist(), *[None] * len(grouped)],
+    }
+    return _in_target_units(run, polars.DataFrame(columns))
+
+
+def _target_units(run: Run) -> tuple[float, float]:
+    """Return the mean and scale by which a table standardised the target; 0 and 1 where it did not."""
+    table = run.fed.table
+    if table is None or not run.fed.model.has_statistics:
+        return 0.0, 1.0
+    return table.preprocessor.target_mean, table.preprocessor.target_sd
+
+
+def _in_target_units(run: Run, table: polars.DataFrame) -> polars.DataFrame:
+    """Return a table of coefficients in units of the target; intercepts have the target's mean."""
+    import polars
+
+    mean, scale = _target_units(run)
+    shift = polars.when(polars.col("coefficient") == "(intercept)").then(mean).otherwise(0.0)
+    return table.with_columns(
+        polars.col(name) * scale + shift for name in ("estimate", "lower", "upper", "centre")
     )
 
 
@@ -100,13 +121,41 @@ def variance_table(run: Run, level: float = 0.9) -> polars.DataFrame:
     Returns
     -------
     polars.DataFrame
-        Columns variance, estimate, lower, upper.
+        Columns variance, estimate, lower, upper, and coefficients: which of them have this variance. In squared units
+        of the target, for features that a table standardised; of log odds or log counts for classes and counts.
     """
     import polars
 
-    found = effect_uncertainty.variances(*trained_clients(run), run.state, level)
-    rows = [{"variance": name, "estimate": v[0], "lower": v[1], "upper": v[2]} for name, v in found.items()]
+    found, scale = (
+        effect_uncertainty.variances(*trained_clients(run), run.state, level),
+        _target_units(run)[1],
+    )
+    rows: list[dict[str, Any]] = []
+    for name, ends in found.items():
+        unit = 1.0 if "correlation" in name else scale**2
+        numbers = zip(("estimate", "lower", "upper"), (unit * end for end in ends), strict=True)
+        rows.append({"variance": name, **dict(numbers), "coefficients": ", ".join(_concerned(run, name))})
     return polars.DataFrame(rows)
+
+
+def _concerned(run: Run, variance: str) -> list[str]:
+    """Return the coefficients that a variance or correlation between clients or clusters is of."""
+    names = coefficient_names(run)
+    if "client_groups" in run.state:
+        at = layout(run.fed)
+        assert at is not None and isinstance(run.algorithm, Hierarchical)
+        groups = run.state.client_groups.tolist()
+        wanted = [run.algorithm.variance_names(run.fed, run.state).index(variance) - 1]
+        names = [names[k] for k in at.fixed.tolist()]
+    else:
+        groups = run.state.groups.tolist()
+        wanted = [int(number) for number in re.findall(r"\d+", variance.split(": ")[-1])]
+    if variance.startswith("noise"):
+        return []
+    if getattr(run.algorithm, "covariance", "") == "full" and not re.fullmatch(r"cluster \d+", variance):
+        varying = [name for name, group in zip(names, groups, strict=True) if group >= 0]
+        return [varying[k] for k in wanted]
+    return [name for name, group in zip(names, groups, strict=True) if group in wanted]
 
 
 def difference_tests(run: Run) -> dict[str, float]:

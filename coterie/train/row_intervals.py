@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms import effect_uncertainty
 from coterie.algorithms.crossed_cells import layout
+from coterie.algorithms.crossed_uncertainty import crossed_posterior
 from coterie.models.glm import Glm
 from coterie.theory.crossed_posterior import CrossedPosterior
 from coterie.theory.uncertainty import Effects
@@ -71,7 +72,7 @@ class RowIntervals:
         known = (
             effect_uncertainty.posterior(method, fed, run.state)
             if layout(fed) is None
-            else effect_uncertainty.crossed_posterior(method, fed, run.state)
+            else crossed_posterior(method, fed, run.state)
         )
         return cls(run, level, *known)
 

@@ -278,7 +278,8 @@ class Run:
         Returns
         -------
         polars.DataFrame
-            Columns client, coefficient, estimate, lower, upper, centre, shrinkage.
+            Columns client, coefficient, estimate, lower, upper, centre, shrinkage; in units of the target, for
+            features that a table standardised.
 
         Examples
         --------
@@ -292,7 +293,7 @@ class Run:
         return client_table(self, level)
 
     def variances(self, level: float = 0.9) -> polars.DataFrame:
-        """Return the variances with intervals (`hierarchical` only): variance, estimate, lower, upper."""
+        """Return the variances with intervals (`hierarchical` only): variance, estimate, lower, upper, coefficients."""
         return variance_table(self, level)
 
     def tests(self) -> dict[str, float]:

@@ -376,8 +376,9 @@ def test_intervals_tests_and_what_is_recorded():
     assert set(chances) == {"clients differ", "lecturer differs", "school differs"}
     assert chances["lecturer differs"] < 1e-6 and 0 <= chances["school differs"] <= 1
     recorded = run.algorithm.observe(run.fed, run.state)
-    scale = fed.table.target_scale
-    assert float(recorded["sd lecturer"]) == pytest.approx(scale * found["estimate"][2] ** 0.5)
+    mean, scale = fed.table.preprocessor.target_mean, fed.table.target_scale
+    assert scale > 1.2 and found["coefficients"].to_list() == ["", "(intercept)", "", ""]
+    assert float(recorded["sd lecturer"]) == pytest.approx(found["estimate"][2] ** 0.5), "units of the target"
     effects = run.effects(0.9)
     levels = effects.filter(pl.col("client") == "(all)")
     assert len(levels) == 16 and effects.filter(pl.col("client") == "s03")["coefficient"].to_list() == [
@@ -385,7 +386,7 @@ def test_intervals_tests_and_what_is_recorded():
         "(intercept)",
     ]
     own = effects.filter(pl.col("coefficient") == "(intercept)")
-    assert np.abs(own["estimate"].to_numpy() - run.personal[:, -1].numpy()).max() < 1e-3
+    assert np.abs(own["estimate"].to_numpy() - (mean + scale * run.personal[:, -1]).numpy()).max() < 1e-3
     assert (own["lower"] < own["estimate"]).all() and own["shrinkage"].is_between(0, 1).all()
     frame = table(5, students=30, lecturers=12)
     known = run.intervals(0.9).predict(frame)
@@ -405,6 +406,12 @@ def test_slopes_that_differ_between_clients():
             run.state.client_groups.tolist() == [1, 0]
             if settings
             else len(run.state.client_groups.unique()) == 2
+        )
+        names = ["clients: x", "clients: intercept"][:: -1 if settings else 1]
+        assert run.variances()["variance"].to_list()[1:3] == names
+        assert "sd clients: x" in run.algorithm.observe(run.fed, run.state)
+        assert (
+            run.variances()["coefficients"].to_list()[1:3] == ["x", "(intercept)"][:: -1 if settings else 1]
         )
         own = run.personal[:, 0].numpy()
         assert np.corrcoef(own, [slope[name] for name in run.fed.names])[0, 1] > 0.9

@@ -1,6 +1,7 @@
 """Intervals and tests of hierarchical models: dense normal posteriors, coverage, and p-values under the null."""
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -98,6 +99,31 @@ def test_tables_of_a_run(kind):
     assert torch.equal(before, run.fed.personal(run.algorithm, run.state)) or kind == "logistic"
     with pytest.raises(SettingError, match="hierarchical"):
         fit(fed, "fedavg", rounds=1).effects()
+
+
+def test_a_table_has_its_variances_and_effects_in_units_of_the_target():
+    """A target in units of 1/1000 has variances and intervals that are 1000 or a million times as large."""
+    rng = np.random.default_rng(4)
+    site = np.repeat(np.arange(15), 12)
+    frame = pl.DataFrame({"site": [f"s{k:02d}" for k in site], "x": rng.normal(size=len(site))})
+    frame = frame.with_columns(
+        y=7 + rng.normal(size=15)[site] + 0.5 * frame["x"] + rng.normal(size=len(site))
+    )
+    sizes, effects = [], []
+    for unit in (1.0, 1000.0):
+        fed = Federation.from_table(frame.with_columns(pl.col("y") * unit), client="site", target="y")
+        run = fit(fed, make("hierarchical", grouping="one", effects="intercept", choose="reml"), rounds=1)
+        sizes.append(run.variances().select("estimate", "lower", "upper").to_numpy())
+        effects.append(run.effects().select("estimate", "lower", "upper", "centre").to_numpy())
+    assert np.abs(sizes[1] / sizes[0] / 1e6 - 1).max() < 0.01
+    assert np.abs(effects[1] / effects[0] / 1e3 - 1).max() < 0.01
+    assert (sizes[0][:, 1] < 1).all() and (sizes[0][:, 2] > 1).all(), "both variances are 1"
+    assert run.variances()["coefficients"].to_list() == ["", "(intercept)"]
+    recorded = run.algorithm.observe(run.fed, run.state)
+    for name, size in zip(("sd noise", "sd clients"), sizes[1][:, 0], strict=True):
+        assert float(recorded[name]) ** 2 == pytest.approx(size, rel=1e-3)
+    intercepts = run.effects().filter(pl.col("coefficient") == "(intercept)")["estimate"]
+    assert intercepts.mean() == pytest.approx(float(frame["y"].mean()) * 1000, rel=0.1)
 
 
 @pytest.mark.slow
