@@ -96,7 +96,8 @@ class Quality:
 
 def _sentences(held: HeldOut, threshold: float) -> list[str]:
     """Say what the held-out rows show, for the task."""
-    where = f"These numbers rest on {len(held):,} {held.split} rows{held.run.of_the_first}, which nobody had trained on."
+    rows = f"{len(held):,} {held.split} rows{held.run.of_the_first}"
+    where = f"These numbers rest on {rows}, which nobody had trained on."
     if held.task == "binary":
         return [where, quality.threshold_sentence(held, threshold)]
     if held.task == "regression":

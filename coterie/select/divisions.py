@@ -75,7 +75,7 @@ def folds_for(fed: Federation, folds: int | None) -> int:
     (1, 3)
     """
     visible = fed.runtime.capabilities.rows_visible and fed.texts is None
-    largest = int(sum(fed.rows.values()).max())
+    largest = int(torch.stack(list(fed.rows.values())).sum(0).max())
     if folds is None:
         few = float(fed.rows["test"].double().median()) < FEW_TEST_ROWS
         return min(FOLDS, max(largest, LEAST_FOLDS)) if visible and few else 1
