@@ -180,6 +180,9 @@ def test_a_client_with_one_row_is_reported_and_the_run_goes_on(
         (("--task", "regresion"), ("'regresion'", "Did you mean 'regression'?")),
         (("--algorithm", "oracle"), ("clusters", "--cluster COLUMN")),
         (("--colour", "red"), ("--colour",)),
+        (("--split", "0.6,0.2"), ("three numbers", "0.6, 0.2")),
+        (("--split", "0.5,0.3,0.2,0.1"), ("three numbers",)),
+        (("--split", "0.6,0.6,0.2"), ("add up to 1.4",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) and value[0].startswith("--") else "",
 )
@@ -197,6 +200,8 @@ def test_settings_of_fit(
         (("--rounds", "-1"), ("--rounds", "1")),
         (("--seeds", "0"), ("--seeds", "1")),
         (("--budget", "0"), ("--budget", "1")),
+        (("--folds", "9999"), ("folds = 9999", "the largest client has")),
+        (("--split", "1,0,0"), ("needs validation rows", "--split")),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )

@@ -42,5 +42,21 @@ def printable(value: object, most: int = 300) -> str:
     return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
+def visible(text: str) -> str:
+    r"""Return a text of any length and of several lines, with what cannot be seen written as an escape.
+
+    Examples
+    --------
+    >>> visible("a red\x1b[31m client\nand another")
+    'a red\\x1b[31m client\nand another'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        letter.encode("unicode_escape").decode() if letter not in "\n\t" and _is_hidden(letter) else letter
+        for letter in text
+    )
+
+
 def _is_hidden(letter: str) -> bool:
     return unicodedata.category(letter) in HIDDEN and letter not in JOINERS

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
+
+from coterie._core.printable import visible
 
 _WIDEST = 10_000
 
@@ -17,12 +21,27 @@ def width() -> int:
     return Console().width
 
 
+@dataclass(frozen=True)
+class _Visible:
+    """A table whose cells cannot send commands to the terminal: what cannot be seen is written as an escape."""
+
+    table: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self.table, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
 def show(*parts: Any) -> None:
-    """Print tables and text without wrapping text or truncating numbers, even if a table becomes too wide."""
+    """Print tables and text without wrapping text or truncating numbers, even if a table becomes too wide.
+
+    Names and cells of a table may come from anywhere: square brackets are no markup, and control characters are shown.
+    """
     for part in parts:
-        needed = 0 if isinstance(part, str) else Console(width=_WIDEST).measure(part).minimum
+        text = isinstance(part, str)
+        needed = 0 if text else Console(width=_WIDEST, markup=False).measure(part).minimum
         console = Console(highlight=False, markup=False, width=max(width(), needed))
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(visible(part) if text else _Visible(part), soft_wrap=text)
 
 
 def error(message: str) -> None:
@@ -38,7 +57,7 @@ def notes(messages: list[str]) -> None:
 
 def _say(label: str, message: str) -> None:
     """Print a labelled message on standard error."""
-    Console(stderr=True, highlight=False).print(f"{label} {escape(message)}", soft_wrap=True)
+    Console(stderr=True, highlight=False).print(f"{label} {escape(visible(message))}", soft_wrap=True)
 
 
 @contextmanager

@@ -163,7 +163,8 @@ def facts(
     if kind == "category" or whole:
         found |= _repeats(column, owner, target, classes)
     if values is not None:
-        found |= _sums(values, owner, target, classes, whole)
+        with np.errstate(over="ignore", invalid="ignore"):  # squares of large numbers, which are named later
+            found |= _sums(values, owner, target, classes, whole)
     if text or column.dtype.is_integer():
         found["formats"] = column_formats.count(column) if text or _like_dates(column) else {}
     if kind == "category":

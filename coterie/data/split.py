@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +101,7 @@ def split_rows(
     >>> parts.train.size.tolist(), parts.validation.size.tolist(), parts.test.size.tolist()
     ([6, 3, 1], [2, 1, 0], [2, 1, 0])
     """
-    _require_fractions(fractions)
+    as_fractions(fractions)
     sizes = sizes.to(torch.int64)
     test, validation = _counts(sizes, fractions)
     client = torch.repeat_interleave(sizes)
@@ -139,13 +140,37 @@ def split_sizes(sizes: Tensor, fractions: tuple[float, float, float] = (0.6, 0.2
     return {"train": sizes - test - validation, "validation": validation, "test": test}
 
 
-def _require_fractions(fractions: tuple[float, float, float]) -> None:
-    if len(fractions) != 3 or not all(0 <= fraction <= 1 for fraction in fractions):
+def as_fractions(split: Sequence[float]) -> tuple[float, float, float]:
+    """Return the shares of training, validation and test rows.
+
+    Parameters
+    ----------
+    split
+        Three numbers that add up to 1.
+
+    Returns
+    -------
+    tuple of float
+        The shares.
+
+    Raises
+    ------
+    SettingError
+        If these are no such shares.
+
+    Examples
+    --------
+    >>> as_fractions([0.6, 0.2, 0.2])
+    (0.6, 0.2, 0.2)
+    """
+    shares = tuple(float(share) for share in split)
+    if len(shares) != 3 or not all(0 <= share <= 1 for share in shares):
         raise SettingError(
-            f"split: expected three numbers from 0 to 1 (train, validation, test), got {fractions}."
+            f"split: expected three numbers from 0 to 1 (train, validation, test), got {shares}."
         )
-    if abs(sum(fractions) - 1) > 1e-6:
-        raise SettingError(f"split: {fractions} add up to {sum(fractions):g}; make them add up to 1.")
+    if abs(sum(shares) - 1) > 1e-6:
+        raise SettingError(f"split: {shares} add up to {sum(shares):g}; make them add up to 1.")
+    return shares[0], shares[1], shares[2]
 
 
 def _counts(sizes: Tensor, fractions: tuple[float, float, float]) -> tuple[Tensor, Tensor]:

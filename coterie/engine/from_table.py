@@ -11,7 +11,7 @@ import torch
 from coterie._core.errors import SettingError
 from coterie.data import bundled, grouping, tables
 from coterie.data.preprocess import Preprocessor
-from coterie.data.split import split_rows
+from coterie.data.split import as_fractions, split_rows
 from coterie.data.statistics import Statistics, local_statistics
 from coterie.data.table_source import TableSource
 from coterie.data.table_spec import TableSpec
@@ -112,7 +112,7 @@ def from_table(
     )
     frame, names, counts = tables.by_client(frame, client)
     sizes = torch.tensor(counts)
-    fractions = (float(split[0]), float(split[1]), float(split[2]))
+    fractions = as_fractions(split)
     times = None
     if time is None:
         parts = split_rows(sizes, fractions, seed)

@@ -96,8 +96,8 @@ class Quality:
 
 def _sentences(held: HeldOut, threshold: float) -> list[str]:
     """Say what the held-out rows show, for the task."""
-    seeds = " of the first split" if held.run.seeds > 1 else ""
-    where = f"These numbers rest on {len(held):,} {held.split} rows{seeds}, which nobody had trained on."
+    rows = f"{len(held):,} {held.split} rows{held.run.of_the_first}"
+    where = f"These numbers rest on {rows}, which nobody had trained on."
     if held.task == "binary":
         return [where, quality.threshold_sentence(held, threshold)]
     if held.task == "regression":
@@ -120,7 +120,7 @@ def tiles(main: RunFacts, alone: RunFacts | None, scores: Scores, shown: Quality
     """Return the numbers at the top of the page."""
     known = scores.value[~np.isnan(scores.value)]
     rows = main.rows(main.split)
-    held = "" if rows is None else f"{int(rows.sum()):,} {main.split} rows"
+    held = "" if rows is None else f"{int(rows.sum()):,} {main.split} rows{main.of_the_first}"
     found = [Tile("Clients", f"{len(main.names):,}", held)]
     if len(known):
         title, note = find(main.metric).title, f"mean over clients, {main.split} rows"
@@ -130,10 +130,10 @@ def tiles(main: RunFacts, alone: RunFacts | None, scores: Scores, shown: Quality
         area, low, high = quality.auc(one.output[:, 1], one.target == 1)
         if not math.isnan(area):
             sure = "" if math.isnan(low) else f"95 % interval {show('auc', low)} to {show('auc', high)}"
-            found.append(Tile("AUC over all rows", show("auc", area), sure))
+            found.append(Tile(f"AUC over all rows{main.of_the_first}", show("auc", area), sure))
     if one is not None and one.task == "regression":
         value = one.value("r2")
-        found.append(Tile("Variance explained (R²)", show("r2", value), "over all rows"))
+        found.append(Tile("Variance explained (R²)", show("r2", value), f"over all rows{main.of_the_first}"))
     if scores.verdict is not None and alone is not None and alone is not main:
         gain, metric = scores.verdict.by_rows, scores.verdict.metric.name
         sure = ""

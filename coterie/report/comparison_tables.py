@@ -34,7 +34,8 @@ def comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     """
     scored = comparison.scored
     clients = f"{comparison.clients}" if scored == comparison.clients else f"{scored} of {comparison.clients}"
-    title = f"Test {comparison.metric} over {clients} clients ({direction(comparison.metric)})"
+    whom = f"{clients} client{'' if clients == '1' else 's'}"
+    title = f"Test {comparison.metric} over {whom} ({direction(comparison.metric)})"
     if comparison.folds > 1:
         usual = f"every row tested once in {comparison.folds} folds (± sd between them)"
         title += f", {comparison.folds} windows in time" if comparison.in_time else f", {usual}"

@@ -64,6 +64,8 @@ class RunFacts:
         The main metric, the split it was computed on (test if there is one), and its value per client [n].
     seeds
         Splits or folds over which `scores` is averaged; more than one in a comparison.
+    folds
+        Folds in which every row was tested once; 1 for splits.
     test_rows
         Values of single test rows, where they were recorded.
     averages
@@ -83,8 +85,16 @@ class RunFacts:
     split: str
     scores: np.ndarray
     seeds: int = 1
+    folds: int = 1
     test_rows: TestRows | None = None
     averages: Mapping[str, Any] | None = None
+
+    @property
+    def of_the_first(self) -> str:
+        """Which rows were kept one by one, if the scores are averages over several divisions of the rows."""
+        if self.seeds == 1:
+            return ""
+        return " of the first fold" if self.folds > 1 else " of the first split"
 
     @property
     def algorithm(self) -> str:
@@ -296,8 +306,8 @@ def _comparison(path: Path) -> list[RunFacts]:
     seeds = scores["seed"].n_unique()
     means = scores.group_by("algorithm", "client").agg(pl.col(metric).mean())
     rows = files.read_parquet(path / "rows.parquet") if (path / "rows.parquet").exists() else None
-    runs = []
-    for row in files.read_json(path / "compare.json")["rows"]:
+    runs, written = [], files.read_json(path / "compare.json")
+    for row in written["rows"]:
         run = _run(path / row["algorithm"])
         mine = means.filter(pl.col("algorithm") == row["algorithm"])
         known = dict(zip(mine["client"], mine[metric], strict=True))
@@ -311,6 +321,7 @@ def _comparison(path: Path) -> list[RunFacts]:
                 scores=values,
                 split="test",
                 seeds=seeds,
+                folds=written.get("folds", 1),
                 test_rows=tested,
                 averages=row,
             )

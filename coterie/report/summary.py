@@ -105,7 +105,9 @@ def _quality(run: RunFacts) -> str:
         "validation": "On validation rows (there are no test rows)",
         "train": "On the training rows themselves (there are no others, so this is optimistic)",
     }[run.split]
-    seeds = f", averaged over {run.seeds} random splits" if run.seeds > 1 else ""
+    folds = "windows in time" if run.data.get("time") else "folds in which every row is tested once"
+    ways = folds if run.folds > 1 else "random splits"
+    seeds = f", averaged over {run.seeds} {ways}" if run.seeds > 1 else ""
     if run.metric == "accuracy":
         text = f"{seen}{seeds}, a client's model gives the right answer {mean} of the time on average"
     elif run.metric == "perplexity":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from coterie.engine.federation import Federation
 from coterie.engine.resplit import TEST, AllRows
 
 FOLDS = 5
+LEAST_FOLDS = 3  # one to test on, one to choose by, one to train on
 FEW_TEST_ROWS = 20  # of the median client, below which rows are tested in folds
 
 
@@ -37,7 +39,11 @@ def federation(
         if client is None or target is None:
             raise SettingError("compare needs the names of the client and target columns")
         fed = Federation.from_table(source, client=client, target=target, seed=seed, **table)
-        name, need = str(source), "no client has enough; five or more rows each are needed"
+        name = str(source) if isinstance(source, str | Path) else "the table"
+        need = (
+            "no client has any in this split. Give a client three rows or more, and each part a share: "
+            "--split TRAIN,VALIDATION,TEST"
+        )
     for split in ("validation", "test"):
         if not fed.has_rows(split):
             raise DataError(f"{name} needs {split} rows: {need}")
@@ -46,6 +52,9 @@ def federation(
 
 def folds_for(fed: Federation, folds: int | None) -> int:
     """Return the number of folds: the one asked for, or five where the median client has few test rows.
+
+    Where nobody has five rows there are as many folds as the largest client has rows, three at least: a client is
+    tested in one fold for each of its rows, so that more folds would have nobody to validate on.
 
     Parameters
     ----------
@@ -66,13 +75,18 @@ def folds_for(fed: Federation, folds: int | None) -> int:
     (1, 3)
     """
     visible = fed.runtime.capabilities.rows_visible and fed.texts is None
+    largest = int(torch.stack(list(fed.rows.values())).sum(0).max())
     if folds is None:
         few = float(fed.rows["test"].double().median()) < FEW_TEST_ROWS
-        return FOLDS if visible and few else 1
-    if folds < 1 or folds == 2:
+        return min(FOLDS, max(largest, LEAST_FOLDS)) if visible and few else 1
+    if folds < 1 or 1 < folds < LEAST_FOLDS:
         raise SettingError(f"folds = {folds}; give 1 for a single split, or 3 or more")
     if folds > 1 and not visible:
         raise SettingError("folds need all rows in this process, as rows of a table")
+    if folds > max(largest, LEAST_FOLDS):
+        raise SettingError(
+            f"folds = {folds}, but the largest client has {largest} rows; give at most so many"
+        )
     return folds
 
 

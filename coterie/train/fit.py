@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,21 +171,29 @@ def fit(
                 follower.begin(fed, algorithm, plan)
                 follower.scored(fed, 0, progress.history)
                 watch = _followed(follower, fed, progress, watch)
-            try:
+            with _removed_if_hopeless(folder):
                 loop.advance(fed, algorithm, progress, plan, plan["rounds"], folder, watch)
                 run = loop.finish(fed, algorithm, progress, plan, started)
-            except (Diverged, SettingError) as problem:  # to go on would end in the same way
-                if folder is not None and (
-                    isinstance(problem, Diverged) or not (folder.checkpoints / checkpoint.POINTER).exists()
-                ):
-                    shutil.rmtree(folder.path, ignore_errors=True)
-                raise
-        _complete(run, plan, folder)
+        with _removed_if_hopeless(folder):
+            _complete(run, plan, folder)
         if spread is not given:
             come_home(run)
     if follower is not None:
         follower.end(run)
     return run
+
+
+@contextmanager
+def _removed_if_hopeless(folder: RunFolder | None) -> Iterator[None]:
+    """Remove the run folder if to go on would end in the same way: in training, or in training again on more rows."""
+    try:
+        yield
+    except (Diverged, SettingError) as problem:
+        if folder is not None and (
+            isinstance(problem, Diverged) or not (folder.checkpoints / checkpoint.POINTER).exists()
+        ):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
 
 
 def _rule(given: str | Aggregate) -> Aggregate:

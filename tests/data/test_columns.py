@@ -299,3 +299,11 @@ def test_years_of_a_panel_are_no_identifier_and_numbers_that_are_all_there_is_ar
     alone = coterie.Federation.from_table(numbered.drop("year"), "state", "deaths")
     assert alone.table.preprocessor.feature_names == ["number"]
     assert any("no other column is left" in said for said in alone.table.warnings)
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_too_large_to_square_are_named_without_a_warning_of_numpy() -> None:
+    huge = [1e200 * (-1) ** k for k in range(40)]
+    rows = {"site": ["a", "b"] * 20, "x": huge, "z": list(range(40)), "y": [one / 2 for one in huge]}
+    with pytest.raises(DataError, match="too large to square"):
+        coterie.Federation.from_table(rows, "site", "y", task="regression")

@@ -42,6 +42,7 @@ FIT_OPTIONS = (
     ("--budget-mb", "0.01"),
 )
 FORMATS = ("safetensors", "csv", "torchscript", "onnx")
+ESCAPES = frozenset("\x1b\x07\x9b\u202e")
 COLUMNS = ("--client", "site", "--target", "y")
 
 
@@ -169,11 +170,13 @@ class Fuzzer:
     def call(self, number: int, *arguments: object) -> object:
         """Run a command and check what it left."""
         out = next((Path(str(arguments[k + 1])) for k, one in enumerate(arguments) if one == "--out"), None)
-        code, err = self.run([str(argument) for argument in arguments])
+        code, err, shown = self.run([str(argument) for argument in arguments])
         name = " ".join(arguments[:2]) if arguments[0] == "data" else str(arguments[0])
         self.found.counts[name, code] += 1
         if code not in (0, 2) or "Traceback" in err or ("panicked" in err and code != 2):
             self.fault(number, name, f"{code}: {err.strip()[-1500:]}")
+        if ESCAPES & {*err, *("" if name == "predict" else shown)}:  # predictions are data, others read them
+            self.fault(number, name, "sent control characters of the table to the terminal")
         if code == 2 and not err.strip():
             self.fault(number, name, "refused without a word")
         if code == 2 and out is not None and out.exists() and arguments[0] not in ("report", "tune"):
@@ -188,8 +191,8 @@ class Fuzzer:
         """Remember what went wrong."""
         self.found.faults.append(f"table {number}, {name}: {what}")
 
-    def in_process(self, arguments: list[str]) -> tuple[object, str]:
-        """Exit code and standard error of a command in this process."""
+    def in_process(self, arguments: list[str]) -> tuple[object, str, str]:
+        """Exit code, standard error and standard output of a command in this process."""
         from coterie import cli
 
         def late(_: int, __: FrameType | None) -> None:
@@ -201,19 +204,19 @@ class Fuzzer:
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 cli.main(arguments)
-            return 0, err.getvalue()
+            return 0, err.getvalue(), out.getvalue()
         except SystemExit as end:
-            return end.code or 0, err.getvalue()
+            return end.code or 0, err.getvalue(), out.getvalue()
         except Hang:
-            return "hang", " ".join(arguments)
+            return "hang", " ".join(arguments), ""
         except BaseException:
-            return "traceback", traceback.format_exc()
+            return "traceback", traceback.format_exc(), ""
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.signal(signal.SIGPROF, before)
 
-    def in_new_process(self, arguments: list[str]) -> tuple[object, str]:
-        """Exit code and standard error of a command in a process of its own."""
+    def in_new_process(self, arguments: list[str]) -> tuple[object, str, str]:
+        """Exit code, standard error and standard output of a command in a process of its own."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "coterie", *arguments]
         try:
@@ -221,5 +224,5 @@ class Fuzzer:
                 command, capture_output=True, timeout=5 * SECONDS, env=environment, check=False
             )
         except subprocess.TimeoutExpired:
-            return "hang", " ".join(arguments)
-        return done.returncode, done.stderr.decode("utf-8", "replace")
+            return "hang", " ".join(arguments), ""
+        return done.returncode, done.stderr.decode("utf-8", "replace"), done.stdout.decode("utf-8", "replace")

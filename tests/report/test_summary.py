@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import coterie
 from coterie.models.metrics import find
 from coterie.report import charts, summary
+from coterie.report.board import Quality, tiles
 from coterie.report.facts import RunFacts, read_runs
 from coterie.report.gains import Scores, scores
 from coterie.select.verdict import Verdict
@@ -96,3 +98,16 @@ def test_communication_is_that_of_the_ledger(twelve: Path) -> None:
         "client-server, down": pytest.approx([down], rel=1e-4),
     }
     assert up != down
+
+
+def test_a_comparison_in_folds_says_so_and_which_rows_a_number_rests_on(tmp_path: Path) -> None:
+    options = {"algorithms": [], "folds": 3, "rounds": 3, "budget": 1, "out": tmp_path / "folds"}
+    coterie.compare("heart_disease", "hospital", "sick", **options)
+    runs = read_runs([tmp_path / "folds"])
+    every = [scores(run, runs[0]) for run in runs]
+    text = " ".join(summary.sentences(runs, every, runs[1], runs[0]))
+    assert "averaged over 3 folds in which every row is tested once" in text and "random splits" not in text
+    shown = Quality.of(runs[1], runs[0], [], 0.5)
+    first, _, area = tiles(runs[1], runs[0], every[1], shown)[:3]
+    assert first.note.endswith("test rows of the first fold")
+    assert area.what == "AUC over all rows of the first fold"

@@ -110,3 +110,16 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="more than once in a round"):
         coterie.fit(fed, "fedproto", rounds=2, out=tmp_path / "run", privacy=privacy, **rare)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_diverges_when_it_is_trained_again_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise Diverged("it diverged on more rows")
+
+    fed = coterie.Federation.from_table("heart_disease", client="hospital", target="sick")
+    monkeypatch.setattr("coterie.train.fit._again", fails)
+    with pytest.raises(Diverged, match="on more rows"):
+        coterie.fit(fed, "fedavg", rounds=2, out=tmp_path / "run", refit="validation")
+    assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie._core.errors import DataError
+from coterie._core.errors import DataError, SettingError
 from coterie.select.advise import advise
 
 TARGETS = {
@@ -53,12 +53,24 @@ def test_any_sizes_are_fitted(method: str) -> None:
 @pytest.mark.parametrize("sizes", [(3, 1), (5, 2), (1, 5, 40), (3, 3, 3, 2), (30, 5, 30, 2)])
 def test_any_sizes_are_compared_and_advised(sizes: tuple[int, ...]) -> None:
     rows = table(sizes, "regression")
-    if max(sizes) < 4:
-        with pytest.raises(DataError, match=r"no client has validation rows left.*--split"):
-            coterie.compare(rows, "site", "y", seeds=1, rounds=2, budget=1)
-    else:
-        found = coterie.compare(rows, "site", "y", seeds=1, rounds=2, budget=1)
-        assert [row["algorithm"] for row in found.rows] == ["local", "fedavg", "fine-tuned", "ditto"]
+    found = coterie.compare(rows, "site", "y", seeds=1, rounds=2, budget=1)
+    assert [row["algorithm"] for row in found.rows] == ["local", "fedavg", "fine-tuned", "ditto"]
     fed = coterie.Federation.from_table(rows, "site", "y")
     assert advise(fed, 3).json()
     coterie.fit(fed, "auto", rounds=3)
+
+
+@pytest.mark.parametrize(("sizes", "folds"), [((3, 3, 3, 2), 3), ((4, 4, 1), 4), ((5, 2), 5)])
+def test_clients_of_few_rows_are_compared_in_as_many_folds_as_they_have_rows(
+    sizes: tuple[int, ...], folds: int
+) -> None:
+    rows = table(sizes, "regression")
+    found = coterie.compare(rows, "site", "y", algorithms=[], seeds=1, rounds=2, budget=1)
+    assert found.folds == folds
+    with pytest.raises(SettingError, match=f"the largest client has {folds} rows"):
+        coterie.compare(rows, "site", "y", algorithms=[], seeds=1, rounds=2, budget=1, folds=folds + 1)
+
+
+def test_a_table_without_validation_rows_is_not_printed() -> None:
+    with pytest.raises(DataError, match=r"^the table needs validation rows: .*three rows"):
+        coterie.compare(table((2, 2), "regression"), "site", "y", seeds=1, rounds=2, budget=1)
