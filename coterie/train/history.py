@@ -49,7 +49,7 @@ class History:
             return
         at = [k for k, (_, *name, _) in enumerate(self.blocks) if name == [split, metric]]
         size = sum(self.blocks[k][3].nbytes for k in at)
-        gone = set()
+        gone: set[int] = set()
         while size > TRACE_BYTES / (2 if gone else 1) and len(at) > FEWEST:
             gaps = [self.blocks[c][0] - self.blocks[a][0] for a, c in zip(at, at[2:], strict=False)]
             gone.add(at.pop(1 + gaps.index(min(gaps))))
