@@ -17,7 +17,8 @@ def blocks(weights: Any, order: np.ndarray, edges: np.ndarray) -> np.ndarray:
     links, sizes = weights.tocoo(), np.diff(edges)
     sums = np.zeros((len(sizes), len(sizes)))
     np.add.at(sums, (part[links.coords[0]], part[links.coords[1]]), links.data)
-    return sums / np.maximum(sizes[:, None] * sizes - np.diag(sizes), 1)
+    means: np.ndarray = sums / np.maximum(sizes[:, None] * sizes - np.diag(sizes), 1)
+    return means
 
 
 def within(weights: Any, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
