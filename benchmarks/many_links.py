@@ -70,7 +70,7 @@ def point(clients: int) -> dict[str, float]:
         "links": len(run.state.weights) / clients,
         "inside": float((groups[i] == groups[j]).float().mean()),
         "error": float((run.personal - truth).norm(dim=1).mean()),
-        "error_alone": alone,
+        "error_alone": NOISE * (FEATURES / (ROWS - FEATURES - 1)) ** 0.5,  # root mean square of least squares
     }
 
 

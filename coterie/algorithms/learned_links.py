@@ -25,7 +25,13 @@ from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_dis
 from coterie.theory.pooled_sums import ENOUGH
 from coterie.theory.simplex import onto_simplex
 from coterie.theory.sketch import project
-from coterie.theory.sparse_links import candidates, merge, neighbourhood_means
+from coterie.theory.sparse_links import (
+    best_pulls,
+    candidates,
+    link_degrees,
+    merge,
+    neighbourhood_means,
+)
 
 SAMPLING = ("auto", "constant", "time", "mixed", "all")
 TESTS = ("auto", "common", "midpoint")
@@ -36,6 +42,7 @@ LOOKS = 100  # sampling = auto: a pair of up to so many clients is looked at in 
 DENSE = 300  # clients up to which every pair has a weight
 LOOK_EVERY = ((20, 1), (100, 5), (float("inf"), 50))  # up to which round the common test is made how often
 SEARCH_ROUNDS = (1, 2, 4, 8, 16)  # in which candidate neighbours of many clients are looked for again
+HEAVIEST_NOISE = 4.0  # times the median noise of a row: what of it counts where pulls are chosen
 SKETCH = 16  # numbers of a gradient by which they are found
 
 
@@ -214,7 +221,8 @@ class LearnedLinks(HeadSums):
 
         Gradients of linear models at one point for all are noise for clients whose optima are far from it. Of these
         links those stay whose two neighbourhoods have nearly the same mean: two clusters that are near each other
-        have some clients between them, and a few such links would join both.
+        have some clients between them, and a few such links would join both. Links pull no more than is best where what
+        they would move fits by is more than chance explains: among clients that are all different nobody is near.
         """
         if t not in SEARCH_ROUNDS or (t > 1 and ids is None):
             return s
@@ -231,8 +239,24 @@ class LearnedLinks(HeadSums):
         links, chance = links[:, alike], chance[alike]
         around = neighbourhood_means(fits, links)
         alike = link_distances(around, links) <= chance
-        links = torch.cat([s.links, links[:, alike]], 1).unique(dim=1)
-        return s.replace(links=links, weights=torch.ones_like(links[0], dtype=fed.dtype))
+        links = links[:, alike]
+        per_row = noise * rows
+        usual = HEAVIEST_NOISE * per_row[r.ids].median()  # nobody is excused by claiming to know nothing
+        pulls = best_pulls(fits, per_row.clamp(max=usual) / rows, links, s.rho / s.curvature, fed.d / 2)
+        new, old = (one[0] * fed.n + one[1] for one in (links, s.links))
+        stay = ~torch.isin(old, new)
+        whole, order = torch.cat([s.links[:, stay], links], 1), torch.cat([old[stay], new]).argsort()
+        before, degree = (self._degrees(some, fed.n)[whole].amax(0) for some in (s.links, whole))
+        kept, count = s.weights[stay], int(stay.sum())
+        kept = torch.where(kept < 1, kept * (before / degree)[:count].to(kept), kept)
+        weights = (s.curvature * pulls / (s.rho * degree[count:])).clamp(max=1)
+        return s.replace(links=whole[:, order], weights=torch.cat([kept, weights.to(kept)])[order])
+
+    @staticmethod
+    def _degrees(links: Tensor, n: int) -> Tensor:
+        """Return how many links each client has, [n], at least 1."""
+        ones = torch.ones(links.shape[1], dtype=torch.float64, device=links.device)
+        return link_degrees(links, ones, n).clamp(min=1)
 
     def place(self, client: Client) -> dict[str, Tensor]:
         """Return the client's own fit and the expected squared distance of it from that of its distribution.

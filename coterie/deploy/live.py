@@ -39,7 +39,7 @@ class Live:
         self.losses: dict[str, list[tuple[int, float, float, float]]] = {"validation": [], "train": []}
         self.privacy: dict[str, Any] | None = None
         self.began = self._written = -math.inf
-        self._read = 0  # blocks of the history
+        self._read = -1  # last round of the history
 
     def begin(self, fed: Federation, algorithm: Algorithm, plan: dict[str, Any]) -> None:
         """Hear that a run begins, or goes on."""
@@ -47,14 +47,16 @@ class Live:
 
     def scored(self, fed: Federation, t: int, history: History) -> None:
         """Hear that models were scored; remember mean, lowest and highest loss over clients."""
-        for when, split, metric, value in history.blocks[self._read :]:
+        for when, split, metric, value in history.blocks:
+            if when <= self._read:
+                continue
             known = value[value.isfinite()] if value.dim() == 1 else value.new_empty(0)
             if metric == "loss" and split in self.losses and len(known):
                 curve = self.losses[split]
                 curve.append((when, float(known.mean()), float(known.min()), float(known.max())))
                 if len(curve) > 2 * MOST_POINTS:
                     curve[:] = thinned(curve)
-        self._read = len(history.blocks)
+        self._read = max(self._read, history.blocks[-1][0]) if history.blocks else self._read
         self.privacy = _spent(fed)
 
     def end(self, run: Run) -> None:

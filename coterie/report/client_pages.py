@@ -41,7 +41,7 @@ def client_pages(
         return []
     rows = {} if held is None else dict(held.by_client())
     widths = half_widths(held)[0] if held is not None and held.task == "regression" else {}
-    teachers = collaboration.neighbours(main) if main.weights is not None else None
+    teachers = collaboration.neighbours(main) if collaboration.recorded(main) is not None else None
     pages = []
     for k, name in enumerate(main.names):
         facts = _facts(main, alone, scores, k)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from coterie.report import sparse_map
 from coterie.report.facts import RunFacts
 from coterie.report.graph import NODES, graph
 from coterie.report.numbers import count, digits, far_clients, listed
 from coterie.report.panels import Panel, Trace, axis, colour, numbers, plain
 
 CELLS = 120  # largest matrix drawn cell by cell; larger ones are averaged over blocks
+MOST = 10_000  # clients up to which the models of all pairs are compared
 LINES = 150  # at most this many clients have a line of their own in the chart of groups over time
 SIMILAR = "similar"
 
@@ -48,16 +50,16 @@ PULLED = MixWords(
 def collaboration(run: RunFacts, key: str) -> list[Panel]:
     """Draw who learns from whom as matrix and graph, then clusters over time and mixing weights if recorded."""
     panels = []
-    weights, kind = run.weights, "weight"
+    weights, kind, n = recorded(run), "weight", len(run.names)
     if weights is None:
         weights, kind = _similarity(run), SIMILAR
     labels = _labels(run)
-    if weights is not None and len(weights) > 1:
-        if labels is None and kind == SIMILAR:
-            labels = np.zeros(len(weights), dtype=int)  # the method made no groups: none are drawn
+    if weights is not None and n > 1:
+        if labels is None and (kind == SIMILAR or run.links is not None):
+            labels = np.zeros(n, dtype=int)  # the method made no groups: none are drawn
         order, groups = _ordered(weights, labels)
         panels.append(_matrix(run, key, weights, order, groups, kind))
-        if len(weights) <= NODES or len(np.unique(groups)) > 1:
+        if n <= NODES or len(np.unique(groups)) > 1:
             panels.append(graph(run, key, weights, groups, kind == SIMILAR))
     clusters = run.observed("cluster")
     if clusters:
@@ -72,6 +74,8 @@ def collaboration(run: RunFacts, key: str) -> list[Panel]:
 
 def neighbours(run: RunFacts, most: int = 3) -> list[str]:
     """Name for each client the clients it learns most from; empty texts if the method has no weights."""
+    if run.links is not None:
+        return sparse_map.neighbours(run.links, run.names, most)
     weights = run.weights
     if weights is None:
         return [""] * len(run.names)
@@ -83,6 +87,11 @@ def neighbours(run: RunFacts, most: int = 3) -> list[str]:
         best = [k for k in np.argsort(-row, kind="stable")[:most] if row[k] > floor]
         texts.append(listed([run.names[k] for k in best]) if best else "nobody")
     return texts
+
+
+def recorded(run: RunFacts) -> Any:
+    """Return the weights that the method recorded, of all pairs or, as a sparse array, of few; None without."""
+    return run.weights if run.links is None else run.links
 
 
 def explain(run: RunFacts) -> str:
@@ -112,7 +121,7 @@ def explain(run: RunFacts) -> str:
         sentences.append(
             f"Every client mixes the shared model with its own; the share of the shared model is {_range(mixes)}."
         )
-    if run.weights is not None:
+    if recorded(run) is not None:
         sentences.append(
             "The method itself decided who learns from whom; the map shows these weights after the last round."
         )
@@ -121,7 +130,9 @@ def explain(run: RunFacts) -> str:
         if models is not None and _is_one(models):
             sentences.append("All clients use one and the same model, so there is no map to draw.")
         elif _similarity(run) is None:
-            sentences.append("There is no map: the models are too large to compare here, or not finite.")
+            sentences.append(
+                "There is no map: the models are too many or too large to compare here, or not finite."
+            )
         else:
             sentences.append(
                 "This method has no weights between pairs of clients; the map shows how similar the clients' models "
@@ -136,9 +147,9 @@ def _is_one(models: np.ndarray) -> bool:
 
 
 def _similarity(run: RunFacts) -> np.ndarray | None:
-    """Return 1 for equal models to 0 for the most distant pair; None if all are equal, too large or not finite."""
+    """Return 1 for equal models to 0 for the most distant pair; None if equal, too many, too large or not finite."""
     models = run.personal
-    if models is None or len(models) < 2 or _is_one(models):
+    if models is None or not 2 <= len(models) <= MOST or _is_one(models):
         return None
     squares = (models**2).sum(1)
     distance = np.sqrt(np.maximum(squares[:, None] + squares - 2 * models @ models.T, 0))
@@ -160,8 +171,10 @@ def _labels(run: RunFacts) -> np.ndarray | None:
     return None if known is None else np.array(known)
 
 
-def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def _ordered(weights: Any, labels: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of the clients in the matrix, group by group, and the group of every client."""
+    if labels is not None and not isinstance(weights, np.ndarray):
+        return np.argsort(labels, kind="stable"), labels
     from scipy.cluster.hierarchy import fcluster, leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -179,20 +192,21 @@ def _ordered(weights: np.ndarray, labels: np.ndarray | None) -> tuple[np.ndarray
     return np.lexsort((place, labels)), labels
 
 
-def _matrix(
-    run: RunFacts, key: str, weights: np.ndarray, order: np.ndarray, groups: np.ndarray, kind: str
-) -> Panel:
+def _matrix(run: RunFacts, key: str, weights: Any, order: np.ndarray, groups: np.ndarray, kind: str) -> Panel:
     """Draw the weights, or the similarity of the models, as a heat map."""
-    shown = weights[np.ix_(order, order)]
-    if kind == "weight":
-        shown = shown.copy()
-        np.fill_diagonal(shown, np.nan)
     names = plain([run.names[k] for k in order])
     n, what = len(names), "similarity" if kind == SIMILAR else "weight"
+    edges = np.linspace(0, n, min(n, CELLS) + 1).astype(int)
+    if run.links is not None:
+        shown = sparse_map.blocks(weights, order, edges)
+    else:
+        shown = weights[np.ix_(order, order)]
+        if kind == "weight":
+            np.fill_diagonal(shown, np.nan)
+        shown = _blocks(shown, edges) if n > CELLS else shown
     note = ""
     if n > CELLS:
-        edges = np.linspace(0, n, CELLS + 1).astype(int)
-        shown, names = _blocks(shown, edges), _ranges(names, edges)
+        names = _ranges(names, edges)
         note = f" Every cell is the mean of about {n / CELLS:.0f} × {n / CELLS:.0f} clients."
     caption = (
         "How similar the clients' models are: 1 for the same model, 0 for the pair that differs most."
@@ -201,7 +215,7 @@ def _matrix(
     )
     several = len(np.unique(groups)) > 1
     squares = " Groups of clients show as squares along the diagonal." if several else ""
-    inside, across = _within(weights, groups)
+    inside, across = (_within if run.links is None else sparse_map.within)(weights, groups)
     rows = [[run.names[k], str(groups[k] + 1), digits(inside[k]), digits(across[k])] for k in order[:60]]
     trace: Trace = {
         "type": "heatmap",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,19 +220,35 @@ class RunFacts:
     @functools.cached_property
     def weights(self) -> np.ndarray | None:
         """Last recorded matrix of weights between clients [n, n], if the method has one."""
+        n = len(self.names)
+        return self._last_trace("weight", lambda name, shape: shape == [n, n])
+
+    @functools.cached_property
+    def links(self) -> Any:
+        """Last recorded weights of a method that keeps those of few pairs, a sparse array [n, n]; None without."""
+        found = self._last_trace("links", lambda name, _: name.startswith("links."))
+        if found is None or self.weights is not None:
+            return None
+        from scipy.sparse import csr_array
+
+        ends, n = found[:, :2].astype(int).T, len(self.names)
+        one = csr_array((found[:, 2], tuple(ends)), shape=(n, n))
+        return one.maximum(one.T).tocsr()  # a pair may be there once or in both directions
+
+    def _last_trace(self, name: str, fits: Callable[[str, list[int]], bool]) -> np.ndarray | None:
+        """Return the last of the traces whose name and shape fit, those whose names contain this first."""
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / "traces.safetensors"
         if not path.exists():
             return None
-        n = len(self.names)
         manifest.check(path)
         try:
             with safe_open(path, framework="np") as stream:
-                square = [k for k in stream.keys() if stream.get_slice(k).get_shape() == [n, n]]
-                if not square:
+                found = [k for k in stream.keys() if fits(k, stream.get_slice(k).get_shape())]
+                if not found:
                     return None
-                last = max(square, key=lambda name: ("weight" in name, int(name.rpartition(".")[2])))
+                last = max(found, key=lambda key: (name in key, int(key.rpartition(".")[2])))
                 return np.asarray(stream.get_tensor(last), dtype=float)
         except (SafetensorError, ValueError, OSError) as problem:
             raise RunError(

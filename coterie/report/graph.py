@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,10 @@ NODES = 60  # at most this many nodes are drawn; more clients are merged into th
 NEAREST = 3  # links drawn per node, the strongest ones
 
 
-def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, similar: bool) -> Panel:
+def graph(run: RunFacts, key: str, weights: Any, groups: np.ndarray, similar: bool) -> Panel:
     """Draw clients, or groups if there are many clients, as points near those they learn from."""
-    names, sizes, marks = plain(run.names), np.ones(len(weights)), groups
-    if len(weights) > NODES:
+    names, sizes, marks = plain(run.names), np.ones(len(run.names)), groups
+    if len(names) > NODES:
         weights, names, sizes, marks = _merged(weights, groups)
     links = (weights + weights.T) / 2
     np.fill_diagonal(links, 0)
@@ -67,6 +68,8 @@ def graph(run: RunFacts, key: str, weights: np.ndarray, groups: np.ndarray, simi
     bare = {"visible": False, "zeroline": False}
     what = "are most similar" if similar else "learn most from each other"
     who = "Every mark is a client" if len(names) == len(run.names) else "Every mark is a group of clients"
+    several = len(np.unique(groups))
+    who += f" (the {NODES} largest of {several:,})" if NODES < several < len(run.names) else ""
     rows = [
         [html.unescape(names[a]), html.unescape(names[b]), digits(float(links[a, b]))] for a, b in edges[:60]
     ]
@@ -88,7 +91,7 @@ def _short(name: str, most: int = 22) -> str:
     return name if len(text) <= most else html.escape(text[: most - 1], quote=False) + "…"
 
 
-def _merged(weights: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
+def _merged(weights: Any, groups: np.ndarray) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
     """Merge clients into at most `NODES` groups: mean weights between them, names, sizes and group numbers."""
     marks, sizes = np.unique(groups, return_counts=True)
     keep = marks[np.argsort(-sizes, kind="stable")[:NODES]]

@@ -281,5 +281,5 @@ def _columns(run: RunFacts, one: Scores) -> dict[str, Any]:
         "gain_high": numbers(one.gain_high, 4),
         "verdict": one.verdicts,
         "group": None if groups is None else [None if np.isnan(g) else int(g) + 1 for g in groups],
-        "learns_from": collaboration.neighbours(run) if run.weights is not None else None,
+        "learns_from": collaboration.neighbours(run) if collaboration.recorded(run) is not None else None,
     }

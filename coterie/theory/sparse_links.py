@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.theory.cluster_quality import cluster_quality
+from coterie.theory.pair_tests import CLEAR
 
 SLACK = 0.5  # a candidate may be this much farther than the nearest that was not found
 
@@ -198,6 +199,50 @@ def neighbourhood_means(points: Tensor, links: Tensor) -> Tensor:
         total.index_add_(0, here, points[there])
         count.index_add_(0, here, ones)
     return total / count
+
+
+def best_pulls(points: Tensor, noise: Tensor, links: Tensor, prox: float, dimensions: float) -> Tensor:
+    """Return the best pull along each link, in units of the curvature; infinite where chance explains differences.
+
+    All links are used at first. What that moves points by, summed over a client and those it is linked to, is R times
+    what their noise explains if links lead to strangers, or members differ; 1/(R - 1) is best then, as in
+    `coterie.theory.pair_tests.closeness`. The smaller of the two ends' pulls is taken.
+
+    Parameters
+    ----------
+    points
+        What clients fit alone, [n, d].
+    noise
+        Expected squared distance of each from that of its distribution, [n].
+    links
+        Pairs i < j, [2, E].
+    prox
+        Strength of the full pull, in units of the curvature.
+    dimensions
+        Number of dimensions that the noise fills.
+
+    Returns
+    -------
+    Tensor
+        [E].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from coterie.theory.sparse_links import best_pulls
+    >>> links = torch.tensor([[0, 0, 1, 3], [1, 2, 2, 4]])
+    >>> points = torch.tensor([[0.0], [0.1], [-0.1], [5.0], [25.0]]).double()
+    >>> best_pulls(points, torch.ones(5), links, prox=10.0, dimensions=4.0).round(decimals=2).tolist()
+    [inf, inf, inf, 0.01]
+    """
+    ones = points.new_ones(links.shape[1])
+    moved = (points - sparse_consensus(points, links, ones, prox, most=30)).square().sum(1)
+    around = neighbourhood_means(torch.stack([moved, noise.to(moved)], 1), links)
+    ratio = around[:, 0] / around[:, 1].clamp(min=torch.finfo(moved.dtype).tiny)
+    company = link_degrees(links, ones, len(points)).to(ratio).clamp(min=1)
+    excess = ratio - 1 - CLEAR * (2 / (company * max(1.0, dimensions))).sqrt()
+    pull = torch.where(excess > 0, 1 / excess, torch.inf)
+    return torch.minimum(pull[links[0]], pull[links[1]])
 
 
 def observed_links(links: Tensor, weights: Tensor, truth: Tensor | None, n: int) -> dict[str, Tensor]:

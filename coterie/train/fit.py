@@ -26,6 +26,7 @@ from coterie.train import rounds as loop
 from coterie.train.blend import Blended, joined
 from coterie.train.checkpoint import Progress
 from coterie.train.folder import RunFolder
+from coterie.train.history import History
 from coterie.train.own_models import replaced
 from coterie.train.rounds import Watch
 from coterie.train.run import REFIT, Run, metric_plan
@@ -239,14 +240,19 @@ def _limit_state(fed: Federation, megabytes: float | None) -> None:
     fed.runtime.limit_memory(int(megabytes * 1e6))
 
 
+def _last_scored(history: History) -> int:
+    """Return the last round that was scored, -1 if there is none."""
+    return history.blocks[-1][0] if history.blocks else -1
+
+
 def _followed(follower: Tracker, fed: Federation, progress: Progress, watch: Watch | None) -> Watch:
     """Return `watch` with a tracker that hears of every round that was scored."""
-    known = len(progress.history.blocks)
+    known = _last_scored(progress.history)
 
     def both(t: int, rounds: int) -> None:
         nonlocal known
-        if len(progress.history.blocks) > known:
-            known = len(progress.history.blocks)
+        if _last_scored(progress.history) > known:
+            known = _last_scored(progress.history)
             follower.scored(fed, t, progress.history)
         if watch is not None:
             watch(t, rounds)

@@ -13,13 +13,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     import polars
 
+TRACE_BYTES = 1 << 26  # of a trace over the rounds; when they become more, half of it is dropped
+FEWEST = 8  # rounds of a trace that are kept, whatever they take
+
 
 @dataclass
 class History:
     """Metrics of a run, and what its algorithm observed of its own state.
 
     Observed values have the split 'server': one value per client [n], one for the federation [], or anything else (such
-    as a matrix of weights), which is a trace and not a metric.
+    as a matrix of weights), which is a trace and not a metric. Large traces are thinned out over the rounds.
 
     Attributes
     ----------
@@ -28,10 +31,32 @@ class History:
     """
 
     blocks: list[tuple[int, str, str, Tensor]] = field(default_factory=list)  # round, split, metric, value
+    _trace_bytes: dict[tuple[str, str], int] = field(default_factory=dict, repr=False, compare=False)
 
     def add(self, t: int, split: str, values: dict[str, Tensor]) -> None:
         """Add metrics of round t on one split."""
-        self.blocks += [(t, split, metric, value.cpu().double()) for metric, value in values.items()]
+        for metric, value in values.items():
+            self.blocks.append((t, split, metric, value.cpu().double()))
+            if value.dim() > 1:
+                self._thin(split, metric)
+
+    def _thin(self, split: str, metric: str) -> None:
+        """Drop rounds of a trace that has become large, evenly over the rounds; the first and the last one stay."""
+        held = self._trace_bytes.get((split, metric))
+        new = self.blocks[-1][3].nbytes
+        if held is not None and held + new <= TRACE_BYTES:
+            self._trace_bytes[split, metric] = held + new
+            return
+        at = [k for k, (_, *name, _) in enumerate(self.blocks) if name == [split, metric]]
+        size = sum(self.blocks[k][3].nbytes for k in at)
+        gone: set[int] = set()
+        while size > TRACE_BYTES / (2 if gone else 1) and len(at) > FEWEST:
+            gaps = [self.blocks[c][0] - self.blocks[a][0] for a, c in zip(at, at[2:], strict=False)]
+            gone.add(at.pop(1 + gaps.index(min(gaps))))
+            size = sum(self.blocks[k][3].nbytes for k in at)
+        if gone:
+            self.blocks[:] = [block for k, block in enumerate(self.blocks) if k not in gone]
+        self._trace_bytes[split, metric] = size
 
     def at(self, t: int, split: str, metric: str) -> Tensor | None:
         """Return a metric [n] after round t, or None if it was not measured."""

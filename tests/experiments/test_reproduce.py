@@ -531,3 +531,11 @@ def test_every_bar_of_an_experiment_could_be_missed(name: str) -> None:
             assert row.at_least > 0, (
                 f"{row.label}: {row.metric} is never below 0; give a bar, or shown = true"
             )
+
+
+@pytest.mark.parametrize("name", [name for name, _ in spec.experiments()])
+def test_no_claim_of_an_order_holds_where_the_paper_has_the_other_one(name: str) -> None:
+    """A table that says "yes" beside a gap of the paper with the other sign would hide that orders differ."""
+    for claim in spec.read(name).claims:
+        if claim.margin == 0 and isinstance(claim.paper, int | float):
+            assert claim.paper > 0, f"{claim.label}: the paper's gap is {claim.paper}; claim its order"

@@ -12,7 +12,7 @@ import torch
 import coterie
 from coterie._core import files
 from coterie.algorithms import find
-from coterie.report import collaboration
+from coterie.report import collaboration, sparse_map
 from coterie.report.facts import RunFacts, read_runs
 from coterie.report.graph import _merged, graph
 from coterie.report.tables import run_notes
@@ -135,3 +135,50 @@ def test_links_of_merged_groups_are_means_over_their_members() -> None:
     expected = [[weights[np.ix_(groups == a, groups == b)].mean() for b in keep] for a in keep]
     assert keep.tolist() == [0, 1, 2] and names[0].endswith("3 clients")
     np.testing.assert_allclose(merged, expected, rtol=1e-12)
+
+
+def linked(folder: Path, run: RunFacts, weights: np.ndarray) -> RunFacts:
+    """Return the run with these weights as CoBo records those of many clients: pairs i < j and the weight of each."""
+    i, j = np.triu(weights, 1).nonzero()
+    trace = torch.from_numpy(np.stack([i, j, weights[i, j]], 1))
+    files.write_tensors(folder / "traces.safetensors", {"links.1": trace[:1], "links.2": trace})
+    return replace(run, folder=folder)
+
+
+def test_a_map_of_links_is_that_of_the_matrix_of_all_pairs(thousand: Path, tmp_path: Path) -> None:
+    """Above 300 clients CoBo records links; the map shows them, not how similar models became."""
+    run, draw = one(thousand / "ifca"), np.random.default_rng(2)
+    kind = np.arange(1000) % 3
+    weights = np.triu(
+        (draw.random((1000, 1000)) < 0.02) * draw.random((1000, 1000)) * (kind[:, None] == kind), 1
+    )
+    weights[0, 1] = 0.5  # one link that crosses groups
+    weights += weights.T
+    run = linked(tmp_path, run, weights)
+    assert run.weights is None and "decided who learns from whom" in collaboration.explain(run)
+    groups = collaboration._labels(run)
+    assert groups is not None
+    order = np.argsort(groups, kind="stable")
+    matrix, picture = collaboration.collaboration(run, "0")[:2]
+    whole = weights[np.ix_(order, order)]
+    np.fill_diagonal(whole, np.nan)
+    edges = np.linspace(0, 1000, collaboration.CELLS + 1).astype(int)
+    np.testing.assert_allclose(
+        np.array(matrix.data[0]["z"], dtype=float), collaboration._blocks(whole, edges), rtol=0.01
+    )
+    for mine, all_pairs in zip(
+        sparse_map.within(run.links, groups), collaboration._within(weights, groups), strict=True
+    ):
+        np.testing.assert_allclose(mine, all_pairs, atol=1e-12)
+    assert "weight" in matrix.caption + matrix.headers[2] and len(picture.rows) >= 1
+    best = collaboration.neighbours(run, most=1)
+    assert best[5] == run.names[int(weights[5].argmax())]
+
+
+def test_so_many_models_that_pairs_do_not_fit_in_memory_have_no_map(
+    thousand: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = one(thousand / "local")
+    assert "Matrix, clients ordered by group" in titles(run)
+    monkeypatch.setattr(collaboration, "MOST", 999)
+    assert titles(run) == [] and "too many or too large" in collaboration.explain(run)
