@@ -3,130 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from coterie._core import broadcast, randomness, threads
+from coterie._core import randomness, threads
 from coterie._core.errors import SettingError
 from coterie.engine import optimizers
-from coterie.engine.client_batches import ClientBatches
-from coterie.engine.encoding import Encoder
-from coterie.engine.keep import Keep
-from coterie.engine.row_privacy import RowPrivacy, refuse
+from coterie.engine.client_measures import ClientMeasures
 from coterie.models import blocks, fast
-from coterie.models.base import norm
 from coterie.models.fast.lazy_models import materialize
 from coterie.models.fast.span_models import SpanModels
 from coterie.models.glm import Glm
-from coterie.models.groups import ParameterGroups
 from coterie.models.local_sgd import Centres, SgdJob
-from coterie.models.metrics import LOSS, client_sums
-
-if TYPE_CHECKING:
-    from coterie.data.rows import Batch, Rows
-    from coterie.engine.local_runtime import LocalRuntime
-    from coterie.models.base import Model
-
-MOST_KNOWN = 1 << 24  # numbers of all clients together that are kept because no round changes them
 
 
-class Client:
+class Client(ClientMeasures):
     """A stack of k clients (`at` [k]), all clients (`at` None), or one client with no leading axis (`at` []).
 
-    Vectors are [..., d], per-client numbers [..., 1]. Only training rows are reachable, and validation
-    rows where asked for by name; test rows are not.
+    Vectors are [..., d], per-client numbers [..., 1]. Only training rows are reachable, and validation rows where
+    asked for by name; test rows are not. Gradients and steps are here, what else a client measures is in
+    `ClientMeasures`, who it is and functions of its rows are in `ClientRows`.
     """
-
-    def __init__(
-        self,
-        runtime: LocalRuntime,
-        at: Tensor | None,
-        keys: Callable[[], Tensor],
-        batch: int,
-        encoder: Encoder | None = None,
-        threads: int = 1,
-        optimizer: str = "sgd",
-    ) -> None:
-        self._runtime, self._at, self._batch = runtime, at, batch
-        self.batches = ClientBatches(runtime, at, keys, batch)
-        self.encoder = encoder or Encoder()
-        self.optimizer = optimizer  # of `sgd`
-        self.threads = threads  # that compute parts of this stack
-        self.whole = False  # whether nobody else is visited in this call
-        self.private: RowPrivacy | None = None  # what gradients go through before they can leave
-        self.stays: frozenset[str] = frozenset()  # streams of minibatches whose results never leave
-        self.use, self._noisy = "", 0
-        self.lead = runtime.ids.shape if at is None else at.shape
-        self.keep = Keep(lambda name: runtime.store.read(name, at))
-
-    @property
-    def keys(self) -> Tensor:
-        """Coordinates of this visit, hashed when the first random number is asked for."""
-        return self.batches.keys
-
-    @functools.cached_property
-    def _statistics(self) -> tuple[Tensor, ...] | None:
-        """Sufficient statistics of these clients, gathered once for all steps of a phase."""
-        return self._runtime.statistics(self._at)
-
-    @property
-    def model(self) -> Model:
-        """The model that is trained, for phases that need more of it than losses and gradients."""
-        return self._runtime.model
-
-    @property
-    def size(self) -> Tensor:
-        """Number of training rows, [..., 1]."""
-        return self._pick(self._runtime.train.size).unsqueeze(-1).to(self._runtime.dtype)
-
-    def count(self, split: str) -> Tensor:
-        """Return the number of rows of 'train' or 'validation', [..., 1]."""
-        return self._pick(self._visible(split).size).unsqueeze(-1)
-
-    @property
-    def cluster(self) -> Tensor:
-        """Known cluster, [..., 1]."""
-        if self._runtime.clusters is None:
-            raise SettingError("this algorithm needs known clusters: pass `--cluster COLUMN` or `clusters=`")
-        return self._pick(self._runtime.clusters).unsqueeze(-1)
-
-    @property
-    def groups(self) -> ParameterGroups:
-        """Masks [d] over the parameters by name: "head", "body", "buffers", layers; see `ParameterGroups`."""
-        return self.model.groups.to(self._runtime.device)
-
-    def initial_model(self) -> Tensor:
-        """Return the common starting point, which every client can compute by itself from the seed."""
-        return self._runtime.initial.expand(*self.lead, -1)
-
-    @property
-    def at(self) -> Tensor | None:
-        """Positions of these clients in their runtime; None: all of them."""
-        return self._at
 
     def _noisy_grad(self, x: Tensor) -> Tensor:
         """Return a gradient that may leave (`row_privacy`)."""
         assert self.private is not None
         self._noisy += 1
         return self.private.grad(self, materialize(x), f"{self.use} step {self._noisy}")
-
-    @contextmanager
-    def _free(self) -> Iterator[None]:
-        """Compute with the rows as they are inside the block: what comes of it stays here."""
-        private, self.private = self.private, None
-        try:
-            yield
-        finally:
-            self.private = private
-
-    def _require_free(self, what: str) -> None:
-        """Refuse a look at the rows that differential privacy does not cover."""
-        if self.private is not None:
-            refuse(what)
 
     def grad(self, x: Tensor, again: bool = False, *, mask: Tensor | None = None) -> Tensor:
         """Return the gradient at x on a fresh minibatch, or `again` on the last.
@@ -201,64 +107,6 @@ class Client:
         keys = randomness.slots(randomness.key(self.seed, "public rows"), count * torch.Size(shape).numel())
         rows = self.model.prepare(randomness.normal(keys).to(self._runtime.initial).view(count, *shape))
         return rows.expand(*self.lead, *rows.shape)
-
-    @property
-    def seed(self) -> int:
-        """The run's seed, which everybody knows."""
-        return self._runtime.seed
-
-    @property
-    def number(self) -> Tensor:
-        """Which client of the federation this is, counted from 0, [..., 1]."""
-        return self._pick(self._runtime.ids).unsqueeze(-1)
-
-    def class_counts(self) -> Tensor:
-        """Return how many training rows there are of each class, [..., K]; numbers are one class."""
-
-        def counts(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            return self.model.hits(targets, weight).sum(-2)
-
-        self._require_free("functions of its rows")
-        if self._runtime.loop or self.model.classes_known * len(self._runtime.ids) > MOST_KNOWN:
-            return self.over_rows(counts, self.initial_model())
-        return self._runtime.once(
-            "class counts", lambda all: all.over_rows(counts, all.initial_model()), self._at
-        )
-
-    def class_sums(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a client tells of its features, those of the last layer at x, by class; numbers are one class.
-
-        Parameters
-        ----------
-        x : Tensor, [..., d]
-            Parameters.
-
-        Returns
-        -------
-        sums : Tensor, [..., K, f]
-            Of the features of the training rows of each class.
-        counts : Tensor, [..., K]
-            Training rows of each class.
-        square : Tensor, [..., 1]
-            Mean squared length of the features.
-        """
-
-        def summed(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            features, hits = self.model.hidden_features(w, inputs), self.model.hits(targets, weight)
-            square = (norm(features).squeeze(-1).square() * weight).sum(-1, keepdim=True)
-            return torch.cat([(hits.mT @ features).flatten(-2), hits.sum(-2), square], -1)
-
-        self._require_free("rows")
-        classes = self.model.classes_known
-        many = len(self._runtime.ids) * self.model.d > MOST_KNOWN
-        if self.model.learns_features or self._runtime.loop or many:
-            found = self.over_rows(summed, materialize(x), reduce=False)
-        else:
-            found = self._runtime.once(
-                "class sums", lambda all: all.over_rows(summed, all.initial_model(), reduce=False), self._at
-            )
-        sums = found[..., : -classes - 1].unflatten(-1, (classes, -1))
-        return sums, found[..., -classes - 1 : -1], found[..., -1:]
 
     def grad_with_noise(self, x: Tensor, most: int = 512) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient at x on training rows, at most so many, and how far chance has moved it.
@@ -479,13 +327,6 @@ class Client:
         """Return what the optimiser remembers of the steps before, nothing at first."""
         return self.kept_or_zero(name, optimizers.memory_like(self.optimizer, x))
 
-    def batch_loss(self, x: Tensor, again: bool = False) -> Tensor:
-        """Return the loss at x on a fresh minibatch, or `again` on the last, [..., 1]; batches as in `grad`."""
-        self._require_free("losses")
-        if self._all_rows:
-            return self.loss(x)
-        return self._on_minibatch(self.model.loss, materialize(x), "", again)
-
     def full_grad(self, x: Tensor) -> Tensor:
         """Return the gradient at x on all training rows."""
         if self.private is not None:
@@ -545,189 +386,6 @@ class Client:
 
         return steps if closed is None else closed
 
-    def hvp(self, x: Tensor, v: Tensor) -> Tensor:
-        """Return the Hessian at x times v on a fresh minibatch (all rows if the algorithm's `batch` is 0)."""
-        self._require_free("products with the Hessian")
-
-        return self.over_batch(self.model.hvp, (x, v))
-
-    def loss(self, x: Tensor, split: str = "train") -> Tensor:
-        """Return the loss at x on all rows of 'train' or 'validation', [..., 1]."""
-        self._require_free("losses")
-        x, rows = materialize(x), self._visible(split)
-        statistics = self._statistics if split == "train" else None
-        if statistics is not None:
-            return self.model.loss_from(statistics, x)
-        return self.over_rows(self.model.loss, x, rows)
-
-    def error(self, x: Tensor, split: str = "train") -> Tensor:
-        """Return the mean loss of the rows of 'train' or 'validation' at x, without the regulariser, [..., 1]."""
-        self._require_free("losses")
-        rows = self._visible(split)
-        return client_sums(self.model, materialize(x), rows, self._at, [LOSS])[LOSS.name]
-
-    def errors(self, models: Tensor, split: str = "train") -> Tensor:
-        """Return `error` of several models [..., m, d], [..., m]; the rows are read once."""
-        self._require_free("losses")
-        models, rows = materialize(models), self._visible(split)
-        if len(self.lead) == 1 and not self._runtime.loop:
-            path = fast.find("errors", self.model, rows, models)
-            if path is not None:
-                self._runtime.used[path.name] += 1
-                found: Tensor = path.run(self.model, rows, self._at, models, self.threads)
-                return found
-
-        def measured(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            return self.model.measure_each(w, inputs, targets, weight, [LOSS])[LOSS.name].squeeze(-1)
-
-        return self.over_rows(measured, models, rows, reduce=False)
-
-    def features(self, x: Tensor, split: str = "train") -> tuple[Tensor, Tensor, Tensor]:
-        """Return what reaches the model's last layer at x, with targets and weights of the rows.
-
-        Parameters
-        ----------
-        x : Tensor, [..., d]
-            Parameters.
-        split : str, optional
-            'train' or 'validation'.
-
-        Returns
-        -------
-        features : Tensor, [..., B, f]
-        targets : Tensor, [..., B]
-        weight : Tensor, [..., B]
-            One over the number of the client's rows, zero on padding; B is the largest number of rows.
-        """
-        self._require_free("rows")
-        x, rows = materialize(x), self._visible(split)
-        width = max(1, rows.largest)
-
-        def padded(part: Tensor) -> Tensor:
-            missing = width - part.shape[len(self.lead)]
-            return torch.nn.functional.pad(part, (0, 0) * (part.dim() - len(self.lead) - 1) + (0, missing))
-
-        found = [
-            self.over_rows(lambda w, inputs, *_: padded(self.model.hidden_features(w, inputs)), x, rows),
-            self.over_rows(lambda w, inputs, targets, weight: padded(targets), x, rows),
-            self.over_rows(lambda w, inputs, targets, weight: padded(weight), x, rows, reduce=False),
-        ]
-        return found[0], found[1], found[2]
-
-    def values_of_rows(
-        self, function: Callable[..., Tensor], x: Tensor | tuple[Tensor, ...], split: str = "train"
-    ) -> Tensor:
-        """Return function(x, inputs, targets, weight) [..., B], a number for each row, of all rows of a split.
-
-        Clients with fewer rows than the largest have zeros at the end. Several tensors x are as many first arguments.
-        """
-        rows = self._visible(split)
-        width = max(1, rows.largest)
-
-        def padded(*given: Tensor) -> Tensor:
-            weight = given[-1]
-            found, there = function(*given), weight > 0
-            there = there.view(*there.shape[:-1], *(1 for _ in range(found.dim() - there.dim())), -1)
-            return torch.nn.functional.pad(found * there, (0, width - weight.shape[-1]))
-
-        return self.over_rows(padded, x, rows, reduce=False)
-
-    def solve(self, x: Tensor, tol: float = 1e-9, prox: float = 0.0) -> Tensor:
-        """Return the minimiser of f + prox/2 |. - x|^2, started at x, to gradient norm tol."""
-        self._require_free("exact solutions")
-        x, statistics = materialize(x), self._statistics
-        if statistics is not None:
-            return self.model.solve_from(statistics, x, prox)
-
-        def solve(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            return self.model.solve(w, inputs, targets, weight, tol, prox)
-
-        return self.over_rows(solve, x)
-
-    def hessian(self, x: Tensor) -> Tensor:
-        """Return the second derivative at x on all training rows, [..., d, d]; generalised linear models have one."""
-        self._require_free("second derivatives")
-        statistics = self._statistics
-        if statistics is not None:
-            return statistics[0]
-        return self.over_rows(self.model.hessian, materialize(x))
-
-    def smoothness(self) -> Tensor:
-        """Return L, the largest curvature of this client's loss, [..., 1]."""
-        return self.over_rows(self.model.smoothness, self.initial_model())
-
-    def row_smoothness(self) -> Tensor:
-        """Return the largest curvature of the loss as one row alone estimates it, [..., 1]."""
-        if self.model.whole_clients:
-            raise SettingError("a single row says nothing about survival data; take all rows: --set batch=0")
-
-        def largest(x: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            alone = torch.ones_like(weight).unsqueeze(-1)
-            spread = x.unsqueeze(-2).expand(*weight.shape, x.shape[-1])
-            curvature = self.model.smoothness(
-                spread, inputs.unsqueeze(len(weight.shape)), targets.unsqueeze(-1), alone
-            )
-            whole = curvature.squeeze(-1) * weight.sum(-1, keepdim=True)
-            return torch.where(weight > 0, whole, 0.0).amax(-1, keepdim=True)
-
-        return self.over_rows(largest, self.initial_model())
-
-    def convexity(self) -> Tensor:
-        """Return mu, the smallest curvature of this client's loss, [..., 1]."""
-        return self.over_rows(self.model.convexity, self.initial_model())
-
-    def calibrated(self, x: Tensor) -> Tensor:
-        """Return x with statistics of batch normalisation measured on these clients' training rows."""
-        if not self.model.calibrates:
-            return x
-
-        def calibrate(w: Tensor, inputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-            return self.model.calibrate(w, inputs, weight)
-
-        return self.over_rows(calibrate, materialize(x))
-
-    def over_rows(
-        self,
-        function: Callable[..., Tensor],
-        x: Tensor | tuple[Tensor, ...],
-        rows: Rows | None = None,
-        *,
-        reduce: bool = True,
-    ) -> Tensor:
-        """Return function(x, inputs, targets, weight) of all training rows, where rows of padding have weight 0.
-
-        What it gives for a client must not depend on the padding. Weights carry the model's reduction unless `reduce`
-        is False; they then sum to one. Several tensors x are as many first arguments.
-        """
-        self._require_free("functions of its rows")
-        rows, given = rows or self._runtime.train, x if isinstance(x, tuple) else (x,)
-        result: Tensor | None = None
-        for place, batch in rows.full(self._at):
-            weight = self._group_weight(batch, place, rows) if reduce else batch.weight
-            own = given if place is None else tuple(broadcast.index(one, place) for one in given)
-            part = function(*own, batch.x, batch.y, weight)
-            if place is None:
-                return part
-            if result is None:
-                result = part.new_empty((len(given[0]), *part.shape[1:]))
-            result[place] = part
-        assert result is not None
-        return result
-
-    def over_batch(self, function: Callable[..., Tensor], x: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """Return function(x, inputs, targets, weight) of a fresh minibatch, which is drawn as in `grad`.
-
-        Several tensors x are as many first arguments.
-        """
-        self._require_free("functions of its rows")
-        x = tuple(map(materialize, x)) if isinstance(x, tuple) else materialize(x)
-        return self.over_rows(function, x) if self._all_rows else self._on_minibatch(function, x, "")
-
-    def uniform(self, purpose: str, count: int = 1) -> Tensor:
-        """Return private draws from [0, 1), [..., count]: a function of seed, purpose, round, call and client."""
-        keys = randomness.fold(self.keys, purpose)
-        return randomness.uniform(randomness.slots(keys, count), self._runtime.dtype)
-
     def compress(self, value: Tensor) -> Tensor:
         """Return what the server will decode of `value` [..., length] under `map(..., compress=...)`, else `value`.
 
@@ -735,49 +393,6 @@ class Client:
         travels in its encoded form. What a phase returns without this call is compressed on the way out.
         """
         return self.encoder.compress(self, materialize(value))
-
-    def kept_or_zero(self, name: str, like: Tensor) -> Tensor:
-        """Return what was kept under `name`, zeros for clients that have kept nothing yet."""
-        if name in self.written:
-            return self.written[name]
-        return self._runtime.store.read_or_zero(name, self._at, like)
-
-    @property
-    def written(self) -> dict[str, Tensor]:
-        """What the phase has put into `keep`, not yet lasting."""
-        found: dict[str, Tensor] = self.keep.__dict__["_written"]
-        return found
-
-    @property
-    def _all_rows(self) -> bool:
-        """Whether no client has more rows than a minibatch."""
-        return self._batch == 0 or self._runtime.train.largest <= self._batch
-
-    def _visible(self, split: str) -> Rows:
-        if split not in ("train", "validation"):
-            raise SettingError(f"a phase may look at 'train' or 'validation' rows, not at {split!r}")
-        return self._runtime.splits[split]
-
-    def _pick(self, values: Tensor) -> Tensor:
-        return values if self._at is None else values[self._at]
-
-    def _on_minibatch(
-        self,
-        function: Callable[..., Tensor],
-        x: Tensor | tuple[Tensor, ...],
-        stream: str,
-        again: bool = False,
-    ) -> Tensor:
-        """Return a function of the model on the next minibatch of a stream; threads take parts of the stack."""
-        batch, given = self.batches.next(stream, again), x if isinstance(x, tuple) else (x,)
-        weight = self._reduced(batch.weight, self._runtime.train)
-        if self.threads == 1:
-            return function(*given, batch.x, batch.y, weight)
-
-        def part(k: slice) -> Tensor:
-            return function(*(one[k] for one in given), batch.x[k], batch.y[k], weight[k])
-
-        return torch.cat(threads.shared_out(part, len(given[0]), weight.numel() * self.model.d))
 
     def _tracked(self, x: Tensor, stream: str) -> Tensor:
         """Return x with running statistics moved by the minibatch of this step, where the model tracks them."""
@@ -787,14 +402,3 @@ class Client:
             return self.over_rows(lambda w, inputs, _, weight: self.model.track(w, inputs, weight), x)
         batch = self.batches.next(stream, again=True)
         return self.model.track(x, batch.x, batch.weight)
-
-    def _reduced(self, weight: Tensor, rows: Rows) -> Tensor:
-        if self.model.reduction == "mean":
-            return weight
-        return weight * self._pick(rows.size).unsqueeze(-1)
-
-    def _group_weight(self, batch: Batch, place: Tensor | None, rows: Rows) -> Tensor:
-        if self.model.reduction == "mean":
-            return batch.weight
-        size = self._pick(rows.size)
-        return batch.weight * (size if place is None else size[place]).unsqueeze(-1)

@@ -165,7 +165,7 @@ def doubt_of_variances(model: Likelihood, point: Tensor) -> Tensor:
     return doubt
 
 
-class Profiled(Protocol):
+class _Profiled(Protocol):
     """A likelihood as a function of several numbers, of which some can be kept as they are."""
 
     def deviance(self, point: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Profiled(Protocol):
 
 
 def profile_interval(
-    model: Profiled, point: Tensor, best: float, at: int, level: float
+    model: _Profiled, point: Tensor, best: float, at: int, level: float
 ) -> tuple[float, float]:
     """Return the profile-likelihood interval of one number of the likelihood.
 
@@ -264,7 +264,7 @@ def profile_ends(
     return low, high
 
 
-def _profile_error(model: Profiled, point: Tensor, at: int) -> float:
+def _profile_error(model: _Profiled, point: Tensor, at: int) -> float:
     """Return the standard error of a number, by which an end of its profile interval is guessed."""
     free = model.free(point)
     if at not in free:
