@@ -394,6 +394,7 @@ def test_intervals_tests_and_what_is_recorded():
     assert 0.85 < inside.mean() < 0.99
 
 
+@pytest.mark.slow
 def test_slopes_that_differ_between_clients():
     """`slopes` and effects = "auto": the feature's coefficient differs where the rows say so."""
     rng = np.random.default_rng(3)

@@ -159,6 +159,7 @@ def test_a_liar_has_no_first_links():
         assert weights[3].sum() == 0 and weights[0].sum() == 4
 
 
+@pytest.mark.quick("oracle-clusters")
 @pytest.mark.parametrize(("name", "setting"), [("oracle", "clusters"), ("hierarchical", "grouping")])
 def test_methods_for_known_clusters_run_on_those_that_are_found(name, setting):
     told = fit(world(), make(name), rounds=20, evaluate_every=0)
@@ -218,6 +219,7 @@ def test_sums_of_heads_of_numbers_are_those_of_the_residuals_at_the_model_that_i
         torch.testing.assert_close(r["slopes"].view(2, FOLDS, 5)[k].sum(0), wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.quick("large")
 @pytest.mark.parametrize("lie", [None, "large", "sign-flip"])
 def test_what_bends_alike_does_not_hide_slopes_that_differ(lie):
     """Least squares on the targets sees one group here; a model for all explains what bends, unless liars move it."""
@@ -231,6 +233,7 @@ def test_what_bends_alike_does_not_hide_slopes_that_differ(lie):
     assert all(int(make("pfl-tc").groups_by_heads(curved(seed, apart=0.0)).max()) == 0 for seed in range(3))
 
 
+@pytest.mark.slow
 def test_networks_of_one_distribution_are_not_split_at_random():
     """The mean of networks that were fitted apart is worse than they are; one that all fitted together is not."""
     for seed in range(4):

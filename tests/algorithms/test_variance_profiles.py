@@ -67,6 +67,7 @@ def test_a_crossed_variance_of_zero_has_an_upper_end():
         assert model.fit(start, {1: end})[1] - best == pytest.approx(APART, abs=0.02)
 
 
+@pytest.mark.quick("0.0")
 @pytest.mark.parametrize("spread", [0.0, 0.4])
 def test_a_crossed_variance_of_classes_has_the_ends_of_its_profile(spread):
     """By Laplace's approximation, with a search of scipy's for the students' variance."""

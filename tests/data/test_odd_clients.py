@@ -158,6 +158,7 @@ def test_a_target_of_the_other_sign_is_told_by_its_mean() -> None:
     np.testing.assert_allclose(found, few[:3]["y"].to_numpy(), atol=6)
 
 
+@pytest.mark.quick("counts")
 @pytest.mark.parametrize("shape", honest_tables.SHAPES)
 def test_innocent_clients_are_not_named(shape: str) -> None:
     """Heavy tails, counts, zeros; clients honestly differ. Rules of gaps alone named one in a fifth of these."""

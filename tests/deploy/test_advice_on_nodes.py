@@ -93,6 +93,7 @@ def close(one, other, rel):
     assert one.lam_interval == pytest.approx(other.lam_interval, rel=rel)
 
 
+@pytest.mark.quick("0.3")
 @pytest.mark.parametrize("apart", [0.3, 3.0])
 def test_the_advice_is_that_of_one_machine(tmp_path, apart):
     frame = table(apart=apart)
@@ -114,6 +115,7 @@ def test_advice_on_classes_is_that_of_one_machine(tmp_path):
     close(secure, alone, 1e-3)
 
 
+@pytest.mark.slow
 def test_each_node_writes_the_advice_of_its_clients_and_only_it_has_it(tmp_path):
     frame = table()
     alone, post = here(frame, tmp_path), Post(tmp_path / "nodes", frame)
@@ -162,6 +164,7 @@ def strict(**more):
     return lambda own: Policy.strict(own, ROLES, **more)
 
 
+@pytest.mark.slow
 def test_a_strict_policy_allows_it_by_name_and_the_log_has_it(tmp_path):
     frame = table()
     post = Post(tmp_path / "strict", frame, strict())
@@ -215,6 +218,7 @@ def test_a_node_that_leaves_ends_the_survey(tmp_path):
 
 
 class TestBudget:
+    @pytest.mark.slow
     def test_with_much_of_it_the_advice_is_the_plain_one(self, tmp_path):
         frame = table(rows=150)
         alone = here(frame, tmp_path)
@@ -224,6 +228,7 @@ class TestBudget:
             assert rich.risk == pytest.approx(alone.risk, rel=0.25)
             assert any("epsilon at most 100000" in line for line in rich.why)
 
+    @pytest.mark.slow
     def test_with_little_of_it_nothing_can_be_told(self, tmp_path):
         poor = Post(tmp_path, table(rows=30)).advice(True, Privacy(0.5, 1e-5, "row"))
         assert not poor.sure and poor.verdict().startswith("I cannot tell")
@@ -240,6 +245,7 @@ class TestBudget:
         spent = json.loads((tmp_path / "n0" / RUN / "privacy.json").read_text())
         assert spent["used"] == [1] * 3 and spent["settings"]["epsilon"] == pytest.approx(3.2)
 
+    @pytest.mark.slow
     def test_a_policy_with_a_budget_wants_noise_and_counts_it(self, tmp_path):
         frame, notes = table(), []
         with pytest.raises(RunError):

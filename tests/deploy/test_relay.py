@@ -121,6 +121,7 @@ def test_the_server_sees_no_model_and_counts_every_copy(name, tmp_path):
     assert carried == copies and all(counts[5] >= 8 * counts[4] for counts in peers.values())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path):
     class Stopped(Exception):
         pass

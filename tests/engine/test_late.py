@@ -112,6 +112,7 @@ def test_a_client_that_is_late_or_gone_does_not_stop_the_others():
     assert int(run.fed.late.waiting["train"].ids) == 5
 
 
+@pytest.mark.slow
 def test_resume_keeps_what_is_on_its_way(tmp_path: Path):
     fed, late = federation(split=(0.6, 0.2, 0.2)), Lateness(2, 5, "exponential:1.5")
     whole = coterie.fit(fed, "ditto", 12, tmp_path / "whole", checkpoint_every=1, late=late)
@@ -185,6 +186,7 @@ def test_late_answers_train_nearly_as_well_as_waiting():
     assert loss[2] - loss[1] < 0.05 * (loss[0] - loss[1])
 
 
+@pytest.mark.quick("scaffold")
 @pytest.mark.parametrize("name", ["cobo", "scaffold"])
 def test_the_command_refuses_what_does_not_tolerate_lateness(name, tmp_path):
     """Exit 2 and one line that names the method; nothing is written."""
@@ -200,6 +202,7 @@ def test_the_command_refuses_what_does_not_tolerate_lateness(name, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_the_command_trains_with_late_clients(tmp_path):
     words = ["fit", "heart_disease", "--client", "hospital", "--target", "sick", "--algorithm", "ditto"]
     late = ["--buffer", "2", "--staleness", "3", "--delays", "slow:0.5:2", "--rounds", "5"]

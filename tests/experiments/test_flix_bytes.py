@@ -26,6 +26,7 @@ def problem(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_all_eight_solvers_are_counted_by_the_ledger(problem):
     settings = {"data": "mushrooms", "alpha": 0.5, "keep": 0.2}
     found = flix_bytes.bytes_to_accuracy(

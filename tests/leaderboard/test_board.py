@@ -108,6 +108,7 @@ def test_a_cell_is_the_same_when_it_runs_alone(folder, capsys):
     assert "the same digits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_changed_digit_is_noticed(folder, tmp_path, capsys):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (place,) = (copy / "cells" / "heart").glob("fedavg-0-*.json")
@@ -167,6 +168,7 @@ def test_code_follows_the_files_that_a_method_imports():
 # The whole
 
 
+@pytest.mark.slow
 def test_the_result_is_as_documented(folder):
     result = json.loads((folder / boards.RESULT).read_text())
     assert result["format"] == "coterie-leaderboard/1"
@@ -181,6 +183,7 @@ def test_the_result_is_as_documented(folder):
             assert f"`{field}`" in page, f"docs/leaderboard.md says nothing of {field} in {part}"
 
 
+@pytest.mark.slow
 def test_finished_cells_are_not_run_again(folder, monkeypatch):
     before = cells(folder)
     monkeypatch.setattr(boards, "carry_out", lambda *_: pytest.fail("a cell ran again"))
@@ -188,6 +191,7 @@ def test_finished_cells_are_not_run_again(folder, monkeypatch):
     assert cells(folder) == before and len(board.result["cells"]) == len(before) == 12
 
 
+@pytest.mark.slow
 def test_gained_and_lost_are_those_of_the_verdict(folder):
     (place,) = (folder / "cells" / "diabetes").glob("fedavg-0-*.json")
     record = json.loads(place.read_text())
@@ -262,6 +266,7 @@ def test_a_table_is_added_to_a_folder(folder, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_errors_have_exit_code_2_and_a_remedy(folder, tmp_path, capsys):
     two, taken = tmp_path / "two.py", tmp_path / "taken.py"
     two.write_text(OWN + OWN.replace("GradientDescent", "Other"))
@@ -303,6 +308,7 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
         own_table(tmp_path / "none.csv", "a", "b")
 
 
+@pytest.mark.slow
 def test_show_prints_the_tables(folder, capsys):
     main_ok(["leaderboard", "show", str(folder)])
     main_ok(["leaderboard", "show", str(folder), "--data", "diabetes"])

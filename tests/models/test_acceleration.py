@@ -48,7 +48,7 @@ def test_precision_and_compilation_are_part_of_the_description() -> None:
     assert (again.precision, again.compiled) == ("bf16", True)
 
 
-@pytest.mark.quick("cnn")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet9"])
 def test_a_compiler_sees_a_network_as_one_graph(name: str) -> None:
     options = {"mlp": {"hidden": (3,)}, "cnn": {"channels": (2,), "hidden": 3}, "resnet9": {"width": 2}}

@@ -21,6 +21,7 @@ def test_one_cloud_is_one_cluster(scatter):
     assert found == [1, 1]
 
 
+@pytest.mark.slow
 def test_weak_clusters_in_many_dimensions():
     """Means one spread apart, as rotated writers are: the silhouette in all 2,000 dimensions is below 0.2."""
     generator = torch.Generator().manual_seed(0)

@@ -86,6 +86,7 @@ def test_noises_of_clusters_have_intervals_and_widen_predictions(rows):
     assert len(run.effects(0.9)) == 40
 
 
+@pytest.mark.slow
 def test_restricted_fits_report_their_own_estimates(rows):
     run = trained(rows, choose="reml")
     found = run.variances(0.9)["estimate"].to_list()

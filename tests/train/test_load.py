@@ -155,6 +155,7 @@ def test_a_refitted_run_is_scored_by_the_models_that_had_not_seen_the_rows(tmp_p
         same.score("validation", "brier")
 
 
+@pytest.mark.quick("validation")
 @pytest.mark.parametrize("refit", ["none", "validation"])
 def test_a_loaded_hierarchical_run_has_its_effects_tests_and_intervals(refit: str, tmp_path: Path) -> None:
     """Clients get their models back, and are asked about the rows that trained them."""
