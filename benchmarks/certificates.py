@@ -23,6 +23,7 @@ from coterie.train.run import Run
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("least squares", "logistic", "softmax")
 FIRST = 10_000  # seed
+ROUNDING = 1e-13  # of a gap, which is a difference of two losses
 
 
 def problem(seed: int) -> tuple[Federation, FLIX, float]:
@@ -114,7 +115,7 @@ def summary(found: list[dict[str, float | str]]) -> str:
     for kind in (*KINDS, "all"):
         some = [one for one in found if kind in ("all", one["kind"])]
         proved = [one for one in some if one["bound"] <= one["target"]]
-        above = [sum(one["gap"] > one[name] + 1e-13 for one in proved) for name in ("bound", "target")]  # type: ignore[operator]
+        above = [sum(one["gap"] > one[name] + ROUNDING for one in proved) for name in ("bound", "target")]  # type: ignore[operator]
         ratios = [
             statistics.median(max(0.0, one["gap"]) / one[name] for one in proved if one[name])  # type: ignore[type-var, operator]
             for name in ("bound", "target")
