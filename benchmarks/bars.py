@@ -27,7 +27,7 @@ HERE = ("auto", "trees", "pooled linear", "client dummies")
 SINGLE = ("trees", "mixed model", "best linear method")  # ours, of which the best in hindsight is shown
 POOLED = ("pooled linear", "client dummies", "LightGBM", "LightGBM + client", "LightGBM per client")
 COLUMNS = ("auto", "best single method", *POOLED[:2], "mixed model", *POOLED[2:])
-CODE, MARK = "networks", "*"  # name of today's `auto`; what marks figures of an earlier one
+CODE, MARK = "ridge", "*"  # name of today's `auto`; what marks figures of an earlier one
 Known = dict[str, dict[str, float]]
 Codes = dict[str, str]  # which `auto` a figure is of
 
@@ -128,8 +128,8 @@ def markdown(known: Known, codes: Codes) -> str:
 
 
 BEFORE = f"""
-Figures with {MARK} are of `auto` before networks raced, before trees of 16 leaves raced where rows are few and before
-two settings of trees could meet in the last heat; `python -m benchmarks.bars --splits 5 --stale` fits what is missing.
+Figures with {MARK} are of `auto` before hierarchical models raced with stronger ridge penalties, some also before networks
+did; `python -m benchmarks.bars --splits 5 --stale` fits what is missing.
 """
 HEAD = f"""# `auto` against what a practitioner takes instead
 

@@ -30,6 +30,7 @@ from coterie.select.auto_explain import reasons
 from coterie.select.auto_guard import who_keeps_its_own
 from coterie.select.auto_networks import NETWORK, TASKS, on_network, with_network
 from coterie.select.auto_race import Race, Watch, cost, every
+from coterie.select.auto_ridge import with_ridge
 from coterie.select.cross_validation import can_fold, few_rows
 from coterie.select.entrant import Entrant
 from coterie.select.grid import candidates, trained_by
@@ -200,6 +201,8 @@ def choose(
     if curves is not None:
         others[CURVES] = curves
     beside = {} if curves is None else {CURVES: _on_curves(curves)}
+    for name, firm in with_ridge(fed, methods).items():
+        others[name], beside[name] = firm, _on_ridge(firm)
     network = with_network(fed, methods)
     if network is not None:
         others[NETWORK], beside[NETWORK] = network, on_network()
@@ -405,6 +408,11 @@ def _on_curves(fed: Federation) -> list[Algorithm]:
     """Return settings of hierarchical models on splines: slopes that differ are worth their time for numbers only."""
     found = _estimated(fed)
     return found if isinstance(fed.model, Linear) else found[-1:]
+
+
+def _on_ridge(fed: Federation) -> list[Algorithm]:
+    """Return the settings of a hierarchical model with a stronger penalty: it finds out by itself what differs."""
+    return _estimated(fed)[:1]
 
 
 def _advised(fed: Federation, advice: Advice) -> list[Algorithm]:

@@ -21,6 +21,7 @@ from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, main_metric, resolve
 from coterie.select.auto_networks import NETWORK
+from coterie.select.auto_ridge import RIDGES
 from coterie.select.cross_validation import in_turn
 from coterie.select.entrant import SOLVED, Entrant
 from coterie.select.race_journal import Journal, Stage
@@ -213,13 +214,14 @@ class Race:
         """Return the entrant with the lowest loss on rows held out, or the best by the metric that was asked for.
 
         A simpler method wins a draw: where the better one is ahead by less than `DRAW` of its loss, and by less than
-        a standard error between clients. A method with a model of its own must be ahead by `OWN_MODEL`.
+        a standard error between clients. A method with a model of its own, which is not just the given one with a
+        stronger penalty, must be ahead by `OWN_MODEL`.
         """
         judged = self.finalists
         lowest = min(judged, key=Entrant.held_out_cost)
-        if lowest.on:
+        if lowest.on not in ("", *RIDGES):
             limit = lowest.held_out_cost() + OWN_MODEL * abs(lowest.held_out_cost())
-            given = [e for e in judged if not e.on and e.held_out_cost() <= limit]
+            given = [e for e in judged if e.on in ("", *RIDGES) and e.held_out_cost() <= limit]
             lowest = min(given, key=Entrant.held_out_cost, default=lowest)
         limit = lowest.held_out_cost() + DRAW * abs(lowest.held_out_cost())
         equal = [e for e in judged if e.scores and e.held_out_cost() <= limit and _near(lowest, e)]
