@@ -128,8 +128,8 @@ def markdown(known: Known, codes: Codes) -> str:
 
 
 BEFORE = f"""
-Figures with {MARK} are of `auto` before hierarchical models raced with stronger ridge penalties, some also before networks
-did; `python -m benchmarks.bars --splits 5 --stale` fits what is missing.
+Figures with {MARK} are of `auto` before hierarchical models raced with stronger ridge penalties, some also before
+networks did; `python -m benchmarks.bars --splits 5 --stale` fits what is missing.
 """
 HEAD = f"""# `auto` against what a practitioner takes instead
 
