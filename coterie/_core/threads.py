@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -190,6 +191,29 @@ def _shared(function: Callable[[Work], Result], works: Sequence[Work], count: in
         if problem is not None:
             raise problem
     return [result for result, _ in found]
+
+
+@contextmanager
+def one_scipy_thread() -> Iterator[None]:
+    """Keep SciPy's linear algebra on one thread inside the block.
+
+    Its optimisers work on vectors of few numbers, and the second thread of its BLAS library waits by spinning: that
+    takes more processor time than the work, and much more beside other work. Torch's threads are not touched.
+    """
+    with _scipy_blas().limit(limits=1):
+        yield
+
+
+@functools.cache
+def _scipy_blas() -> Any:
+    """Return the handle of the BLAS library that SciPy brings along; it controls nothing where there is none."""
+    import scipy.linalg  # noqa: F401  # loads it
+    from threadpoolctl import ThreadpoolController
+
+    found = ThreadpoolController().select(user_api="blas")
+    paths = [one.filepath for one in found.lib_controllers]
+    own = [path for path in paths if any(part.startswith("scipy") for part in Path(path).parts[-3:-1])]
+    return found.select(filepath=own)
 
 
 def _forget() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coterie._core import randomness
 from coterie._core.errors import RunError
+from coterie._core.threads import one_scipy_thread
 from coterie.engine.federation import Federation
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
@@ -235,7 +236,8 @@ class Survey(SurveyPhases):
 
         start = torch.zeros(d, dtype=torch.float64).numpy()
         options = {"maxiter": SOLVER_STEPS, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-7}
-        found = minimize(loss_and_grad, start, jac=True, method="L-BFGS-B", options=options)
+        with one_scipy_thread():
+            found = minimize(loss_and_grad, start, jac=True, method="L-BFGS-B", options=options)
         return torch.from_numpy(found.x).to(fed.device)
 
     def _shape(self, fed: Federation, unit: Tensor, totals: Tensor, rows: float) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._core.threads import one_scipy_thread
+
 MOST_SHARPENED = 40  # numbers up to which the second derivative is worth its evaluations
 _STEP = 1e-3  # of differences of the slope, in logarithms of variances
 _NEWTON_STEPS = 5
@@ -77,14 +79,15 @@ def lowest(
     before = float("inf")
     for tries in range(_RETURNS + 1):
         try:
-            found = minimize(
-                objective,
-                here,
-                jac=True,
-                method="L-BFGS-B",
-                bounds=limits,
-                options={"ftol": tolerance, "maxiter": steps},
-            )
+            with one_scipy_thread():
+                found = minimize(
+                    objective,
+                    here,
+                    jac=True,
+                    method="L-BFGS-B",
+                    bounds=limits,
+                    options={"ftol": tolerance, "maxiter": steps},
+                )
             if limits == wide or not found.fun < before - 1e-6:
                 break
             limits, here, before = wide, found.x, float(found.fun)  # and on from there
