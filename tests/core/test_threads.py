@@ -20,6 +20,7 @@ from coterie._core.threads import helped, shared_out, side_by_side, workers
 from coterie.algorithms import make
 from coterie.algorithms.cobo import PRINTED
 from coterie.engine import local_runtime
+from coterie.theory.deviance_search import lowest
 
 LONG = 60.0  # seconds for another thread to come, however busy the machine is
 
@@ -216,3 +217,22 @@ def test_a_helper_is_woken_elsewhere() -> None:
         assert answer() == [allowed - {here}, None]
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_searches_of_scipy_keep_to_one_thread_and_leave_the_rest_alone() -> None:
+    blas = threads._scipy_blas()
+
+    def counts() -> list[int]:
+        return [library["num_threads"] for library in blas.info()]
+
+    if not counts() or max(counts()) < 2:
+        pytest.skip("SciPy's linear algebra has one thread anyway")
+    before, torchs, seen = counts(), torch.get_num_threads(), []
+
+    def deviance(x: torch.Tensor) -> torch.Tensor:
+        seen.append((counts(), torch.get_num_threads()))
+        return ((x - 1) ** 2).sum()
+
+    lowest(deviance, torch.zeros(2, dtype=torch.float64), None, [(-9.0, 9.0)] * 2)
+    assert seen and all(inside == ([1] * len(before), torchs) for inside in seen)
+    assert counts() == before
