@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import polars
 
 SPLITS = ("test", "validation", "train")
-MOST_SIBLINGS = 200  # at most this many neighbouring folders are searched for a run that trained alone
 LARGEST_MODELS = 1 << 28  # bytes; larger files of personal models are not read
 
 
@@ -198,6 +197,14 @@ class RunFacts:
         path = self.folder / "choice.json"
         return list(files.read_json(path)["why"]) if path.exists() else []
 
+    @functools.cached_property
+    def sure(self) -> bool | None:
+        """Whether `auto` found a gain over training alone on the rows it held out; None if a person chose this run."""
+        path = self.folder / "choice.json"
+        return (
+            bool(files.read_json(path).get("sure")) if path.exists() and self.algorithm != "local" else None
+        )
+
     @property
     def guard(self) -> dict[str, Any] | None:
         """Who keeps a model of its own, and what that saved and cost on test rows; None without a guard."""
@@ -293,19 +300,9 @@ def read_runs(paths: Sequence[Path]) -> list[RunFacts]:
     ]
 
 
-def with_baseline(runs: list[RunFacts]) -> list[RunFacts]:
-    """Add a run that trained alone on the same rows, if none is among `runs` and a neighbouring folder has one."""
-    if any(run.alone for run in runs):
-        return runs
-    first = runs[0]
-    for place in sorted(first.folder.resolve().parent.glob("*/config.toml"))[:MOST_SIBLINGS]:
-        try:
-            other = _by_metric(_run(place.parent), first.metric)
-        except RunError:
-            continue
-        if other is not None and other.alone and other.rows_hash == first.rows_hash:
-            return [*runs, other]
-    return runs
+def read_run(path: Path, metric: str) -> RunFacts | None:
+    """Read one finished run, scored by this metric; None if it was not recorded."""
+    return _by_metric(_run(path), metric)
 
 
 def _comparison(path: Path) -> list[RunFacts]:

@@ -62,7 +62,7 @@ def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
     run
         The run to score.
     alone
-        The run in which every client trained alone; without it gains are NaN.
+        The run in which every client trained alone on the same rows; without it gains are NaN.
 
     Returns
     -------
@@ -93,11 +93,9 @@ def scores(run: RunFacts, alone: RunFacts | None) -> Scores:
 
 
 def by_rows(run: RunFacts, alone: RunFacts, metric: Metric) -> Verdict | None:
-    """Return the verdict on two runs by the metric of single test rows, or None if the rows are not the same."""
+    """Return the verdict on two runs by the metric of single test rows, or None if they were not recorded."""
     mine, other = run.test_rows, alone.test_rows
     if mine is None or other is None or metric.name not in mine.values or metric.name not in other.values:
-        return None
-    if not same_rows(run, alone):
         return None
     return Verdict.of_rows(
         mine.values[metric.name],
@@ -108,14 +106,6 @@ def by_rows(run: RunFacts, alone: RunFacts, metric: Metric) -> Verdict | None:
         mine.row,
         task=run.task,
     )
-
-
-def same_rows(run: RunFacts, other: RunFacts) -> bool:
-    """Return True if two runs were tested on the same rows, as far as is known."""
-    if run.rows_hash != other.rows_hash:
-        return False
-    mine, theirs = run.test_rows, other.test_rows
-    return mine is None or theirs is None or np.array_equal(mine.row, theirs.row)
 
 
 def interval(metric: str, value: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,10 +13,11 @@ from coterie._core import files, html
 from coterie._core.errors import SettingError
 from coterie.models.metrics import find
 from coterie.report import charts, collaboration, drift, summary
+from coterie.report.baseline import baseline, with_baseline
 from coterie.report.board import Quality, client_column, tiles
 from coterie.report.client_pages import client_pages
 from coterie.report.differences import heterogeneity
-from coterie.report.facts import RunFacts, read_runs, with_baseline
+from coterie.report.facts import RunFacts, read_runs
 from coterie.report.gains import VERDICTS, Scores, scores
 from coterie.report.numbers import show, show_gain, size
 from coterie.report.panels import Panel, numbers
@@ -109,8 +110,9 @@ def report(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0.5
 def contents(paths: Sequence[Path], by: Sequence[str] = (), threshold: float = 0.5) -> dict[str, Any]:
     """Collect everything the template shows."""
     runs = with_baseline(read_runs(paths))
-    main, alone = _main(runs), next((run for run in runs if run.alone), None)
-    all_scores = [scores(run, alone) for run in runs]
+    main = _main(runs)
+    alone = baseline(main, runs)
+    all_scores = [scores(run, baseline(run, runs)) for run in runs]
     main_scores = all_scores[runs.index(main)]
     quality = [charts.gain_chart(main, main_scores), charts.size_chart(runs, all_scores)]
     maps = [

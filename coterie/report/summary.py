@@ -11,8 +11,9 @@ from coterie._core import systems
 from coterie.data.grouping import names_of
 from coterie.models.metrics import find
 from coterie.models.table_models import TABLE_MODELS
+from coterie.report.baseline import same_rows
 from coterie.report.facts import RunFacts
-from coterie.report.gains import Scores, same_rows
+from coterie.report.gains import Scores
 from coterie.report.numbers import count, listed, show, size
 from coterie.select.verdict import Verdict
 
@@ -53,6 +54,9 @@ def headline(main: RunFacts, alone: RunFacts | None, verdict: Verdict | None) ->
     if main.alone:
         return "Every client trained alone"
     if alone is None or verdict is None:
+        if main.sure is not None:
+            what = "helped" if main.sure else "made no clear difference"
+            return f"Training together {what} on the rows that auto held out"
         return "Trained together; not yet compared with training alone"
     if verdict.sign:
         return "Training together helped" if verdict.sign > 0 else "Training together did harm"
@@ -134,10 +138,7 @@ def _gain(run: RunFacts, scores: Scores, alone: RunFacts | None) -> list[str]:
         return []
     if alone is None or scores.verdict is None:
         return [missing_baseline(run)]
-    text = scores.verdict.sentence(run.label, "training alone")
-    if not same_rows(run, alone):
-        text += " The run that trained alone was tested on other rows, so the two are compared less exactly."
-    return [text]
+    return [scores.verdict.sentence(run.label, "training alone")]
 
 
 def guard(run: RunFacts) -> list[str]:
@@ -148,9 +149,15 @@ def guard(run: RunFacts) -> list[str]:
 def missing_baseline(run: RunFacts) -> str:
     """Say how to train the baseline from which gains are computed."""
     how = repeat_command(run, alone=True) or "coterie.fit(fed, 'local', out=FOLDER)"
+    known = (
+        "It is not known yet whether collaborating paid off"
+        if run.sure is None
+        else "What auto found on rows it held out is said below; on test rows it is not known yet whether "
+        "collaborating paid off"
+    )
     return (
-        "It is not known yet whether collaborating paid off: no run trained alone on the same rows. Train one and "
-        f"report both: {how}, then coterie report {run.folder.name} FOLDER."
+        f"{known}: no run trained alone on the same rows. Train one and report both: {how}, then coterie report "
+        f"{run.folder.name} FOLDER."
     )
 
 
@@ -206,18 +213,22 @@ def _seconds(run: RunFacts) -> str:
 
 
 def _others(runs: Sequence[RunFacts], main: RunFacts) -> list[str]:
-    """Say whether another run on the page has a better mean."""
-    if len(runs) < 2:
-        return []
+    """Say whether another run on the page has a better mean, and which were tested on other rows."""
+    alike = [run for run in runs if run is main or same_rows(main, run)]
+    apart = [run.label for run in runs if run not in alike]
+    unlike = [f"Tested on other rows, so that means cannot be compared: {listed(apart)}."] if apart else []
+    if len(alike) < 2:
+        return unlike
     sign = find(main.metric).sign
-    means = {run.label: float(np.nanmean(run.scores)) for run in runs}
+    means = {run.label: float(np.nanmean(run.scores)) for run in alike}
     best = max(means, key=lambda label: sign * means[label])
-    others = [run.label for run in runs if run is not main]
+    others = [run.label for run in alike if run is not main]
     if best == main.label:
-        return [f"No other run on this page ({listed(others)}) has a better mean."]
+        return [f"No other run on this page ({listed(others)}) has a better mean.", *unlike]
     return [
         f"Of the runs on this page {best} has the best mean, {show(main.metric, means[best])}. Do not choose a method "
-        "by test rows, though: choose by validation rows."
+        "by test rows, though: choose by validation rows.",
+        *unlike,
     ]
 
 

@@ -85,6 +85,3 @@ def test_without_rows_clients_are_the_only_noise() -> None:
     assert found.verdict is not None
     assert found.verdict.by_clients.low == pytest.approx(expected.low)
     assert found.verdict.by_clients.high == pytest.approx(expected.high)
-    other = shown("accuracy", "binary", np.full(150, 0.5), client, rows_hash="another")
-    whole = shown("accuracy", "binary", np.repeat([0.6, 0.7, 0.65], 50), client)
-    assert scores(whole, other).verdicts == ["up"] * 3, "other rows are not paired"
