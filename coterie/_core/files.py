@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie._core import broadcast, manifest, systems
 from coterie._core.errors import RunError
 from coterie._core.manifest import sha256
+from coterie._core.panics import panics_as_errors
 
 if TYPE_CHECKING:
     import polars
@@ -137,10 +138,11 @@ def read_parquet(path: Path) -> polars.DataFrame:
 
     manifest.check(path)
     try:
-        return pl.read_parquet(path, glob=False)
+        with panics_as_errors():
+            return pl.read_parquet(path, glob=False)
     except FileNotFoundError:
         raise RunError(f"{path} does not exist; is {path.parent} a run folder?") from None
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as problem:
+    except (pl.exceptions.PolarsError, OSError) as problem:
         raise RunError(f"{path} is damaged ({problem}). {_RESTORE}") from None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, nearest
+from coterie._core.panics import panics_as_errors
 from coterie.data import column_facts, delimited, grouping, survival_times, unpack
 from coterie.data import column_types as columns
 from coterie.data.column_facts import ColumnFacts
@@ -92,11 +93,12 @@ def _read_parquet(path: Path) -> polars.DataFrame:
     import polars as pl
 
     try:
-        scan = pl.scan_parquet(path, glob=False)
-        cells = int(scan.select(pl.len()).collect().item()) * len(scan.collect_schema())
-        unpack.require_memory(path, _MEMORY_PER_CELL * cells, f"a table of {cells:,} values")
-        return pl.read_parquet(path, glob=False)
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        with panics_as_errors():
+            scan = pl.scan_parquet(path, glob=False)
+            cells = int(scan.select(pl.len()).collect().item()) * len(scan.collect_schema())
+            unpack.require_memory(path, _MEMORY_PER_CELL * cells, f"a table of {cells:,} values")
+            return pl.read_parquet(path, glob=False)
+    except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(
             f"{path}: cannot be read as Parquet ({error}). The file is truncated or is not Parquet: "
             "copy or write it again."

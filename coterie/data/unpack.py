@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie._core.errors import DataError
+from coterie._core.panics import panics_as_errors
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 MEMORY_PER_BYTE = 10  # what reading a byte of text takes at most, measured
@@ -124,8 +125,9 @@ def _unpack_zstandard(path: Path) -> bytes:
         return "\x1d".join(cell or "" for cell in frame["text"])
 
     try:
-        return cells("utf8").encode()
-    except (pl.exceptions.ComputeError, pl.exceptions.PanicException) as error:
+        with panics_as_errors():
+            return cells("utf8").encode()
+    except pl.exceptions.ComputeError as error:
         if "utf-8" not in str(error):
             raise OSError(str(error)) from None
     data = cells("utf8-lossy").replace("\ufffd", "\udcff").encode("utf-8", "surrogateescape")

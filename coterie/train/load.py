@@ -97,8 +97,6 @@ def load(path: str | Path, model: Model | None = None) -> Run:
 
 
 def _read(folder: RunFolder, model: Model | None) -> Run:
-    import polars
-
     path, config, plan = folder.path, folder.config, folder.plan()
     result, roster = files.read_json(path / RESULT), RunRoster.load(path)
     if not (path / "models" / "model.json").exists() or roster is None:
@@ -119,7 +117,7 @@ def _read(folder: RunFolder, model: Model | None) -> Run:
         table=None if preprocessor is None else TableSource(config.get("data", {}), preprocessor),
         texts=config.get("texts"),
     )
-    for row in polars.read_parquet(path / "ledger.parquet").iter_rows(named=True):
+    for row in files.read_parquet(path / "ledger.parquet").iter_rows(named=True):
         entry = Entry(row["round"], row["kind"], row["phase"], row["link"])
         fed.ledger.entries[entry] = [row[name] for name in COUNTS]
     place = {name: k for k, name in enumerate(roster.names)}
@@ -134,7 +132,7 @@ def _read(folder: RunFolder, model: Model | None) -> Run:
         personal=tensors["personal"],
         state=load_state(path),
         history=_history(
-            polars.read_parquet(path / "metrics.parquet"),
+            files.read_parquet(path / "metrics.parquet"),
             roster.names,
             files.read_tensors(traces)[0] if traces.exists() else {},
         ),

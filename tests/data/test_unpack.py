@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import polars as pl
 import pytest
 
 from coterie._core.errors import DataError
+from coterie._core.panics import panics_as_errors
 from coterie.data import tables, unpack
 
 FRAME = b"\x28\xb5\x2f\xfd\x00\x58"
@@ -71,13 +73,18 @@ def test_bound_of_zstandard_frames() -> None:
     assert unpack._most_unpacked(b"") == 0
 
 
-def test_parquet_that_makes_polars_panic_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_that_makes_polars_panic_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A copy that lost its middle: polars panics and writes pages of native traces to standard error."""
     path = tmp_path / "t.parquet"
-    pl.DataFrame({"site": ["a", "b"]}).write_parquet(path)
-
-    def panic(*_: object, **__: object) -> pl.DataFrame:
-        raise pl.exceptions.PanicException("range end index 10 out of range")
-
-    monkeypatch.setattr(pl, "read_parquet", panic)
-    with pytest.raises(DataError, match=r"t\.parquet.*out of range.*write it again"):
+    pl.DataFrame({"site": ["a", "b"] * 2000, "x": [0.37 * k for k in range(4000)]}).write_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + whole[-1500:])
+    with pytest.raises(DataError, match=r"t\.parquet.*write it again"):
         tables.read(path)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_write_meanwhile_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with panics_as_errors():
+        os.write(2, b"a note\n")
+    assert capfd.readouterr().err == "a note\n"

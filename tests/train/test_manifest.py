@@ -80,6 +80,16 @@ def test_every_file_is_listed_and_checked(made: Path, name: str, tmp_path: Path)
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize("file", ["ledger.parquet", "metrics.parquet"])
+def test_load_notices_a_changed_byte_of_a_table(made: Path, tmp_path: Path, file: str) -> None:
+    folder = Path(shutil.copytree(made / "run", tmp_path / "run"))
+    content = bytearray((folder / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / file).write_bytes(content)
+    with pytest.raises(RunError, match=f"{file} is damaged"):
+        coterie.load(folder)
+
+
 def test_a_damaged_manifest_is_named_and_one_that_is_missing_is_not_asked_for(
     made: Path, tmp_path: Path, command: Command
 ) -> None:
