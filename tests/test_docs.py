@@ -38,6 +38,7 @@ SLOW = {
     "survival.md",
     "time.md",
     "workers.md",
+    "verdicts.md",
     "privacy.md",
     "recipes.md",
     "export.md",
