@@ -39,6 +39,7 @@ SLOW = {
     "time.md",
     "workers.md",
     "verdicts.md",
+    "speed.md",
     "privacy.md",
     "recipes.md",
     "export.md",
