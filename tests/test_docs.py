@@ -44,6 +44,9 @@ SLOW = {
     "recipes.md",
     "export.md",
     "algorithms/hierarchical.md",
+    "algorithms/cobo.md",
+    "algorithms/pfl-tc.md",
+    "algorithms/flix.md",
 }
 
 
