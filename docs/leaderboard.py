@@ -1,4 +1,4 @@
-"""Write the table of docs/leaderboard.md from the committed results: `python docs/leaderboard.py`."""
+"""Write the table of docs/evidence/leaderboard.md from the committed results: `python docs/leaderboard.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from coterie.report.numbers import show
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).parent / "evidence" / "leaderboard.md"
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "leaderboard" / "leaderboard.json"
 START, END = "<!-- table -->\n", "\n## What it teaches\n"
 BEST = 3

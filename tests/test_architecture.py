@@ -212,7 +212,9 @@ def test_the_map_shows_the_layers_of_the_contract() -> None:
     assert rooms == set(height)
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/speed.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/architecture.md", "docs/speed.md", "docs/evidence/speed.md", "CONTRIBUTING.md"]
+)
 def test_files_and_tests_that_are_named_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     paths = re.findall(r"`((?:coterie|tests|docs|benchmarks)/[\w./+-]+)`", text)

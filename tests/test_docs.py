@@ -38,10 +38,15 @@ SLOW = {
     "survival.md",
     "time.md",
     "workers.md",
+    "verdicts.md",
+    "speed.md",
     "privacy.md",
     "recipes.md",
     "export.md",
     "algorithms/hierarchical.md",
+    "algorithms/cobo.md",
+    "algorithms/pfl-tc.md",
+    "algorithms/flix.md",
 }
 
 

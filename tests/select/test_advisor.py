@@ -128,7 +128,7 @@ def test_a_few_random_worlds(kind):
 
 
 BARS = {"exact": 0.75, "within": 0.82, "federation": 0.90}
-FLOORS = {  # wide and few do not reach all bars (docs/advisor.md): these keep what was measured
+FLOORS = {  # wide and few do not reach all bars (docs/evidence/advisor.md): these keep what was measured
     "reference": BARS,
     "even": BARS,
     "middling": BARS,
