@@ -116,7 +116,9 @@ def estimated(fed: Federation) -> list[Algorithm]:
     if not model.newton(fed):
         return []
     known = [] if fed.clusters is None else [Hierarchical(choose="reml")]
-    intercept = [model.replace(effects="intercept")] if getattr(fed.model, "intercept", False) else []
+    intercept: list[Algorithm] = []
+    if getattr(fed.model, "intercept", False):
+        intercept = [model.replace(effects="intercept")]
     work = count_divisions(fed) * fed.n * fed.d**3
     return intercept if intercept and work > SLOPES_WORK else [*known, model, *intercept]
 
