@@ -26,6 +26,13 @@ def void(*shape: int, like: Tensor) -> Tensor:
     return splits
 
 
+def trees_in_use(splits: Tensor, values: Tensor) -> int:
+    """Return how many rounds of trees there are up to the last one that some model uses, of [..., T, C, L - 1, 5]."""
+    used = ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1)).any(-1)
+    used = used.reshape(-1, used.shape[-1]).any(0)
+    return int(used.nonzero()[-1]) + 1 if bool(used.any()) else 0
+
+
 def children(splits: Tensor) -> Tensor:
     """Return what is left and right of each split, int64 [trees, splits, 2]: a split, or -1 - leaf.
 

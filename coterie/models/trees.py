@@ -24,8 +24,8 @@ from coterie.models.class_weights import checked, weigh
 from coterie.models.groups import ParameterGroups
 from coterie.models.metrics import Metric, ScoredRows
 from coterie.models.objectives import COUNTS, OBJECTIVES, TWEEDIE_POWER, Objective
-from coterie.models.predictor import predictions
 from coterie.models.targets import check_column, count_classes
+from coterie.models.tree_predictor import TreePredictor
 from coterie.models.tree_walk import (
     COLUMNS,
     FEATURE,
@@ -37,6 +37,7 @@ from coterie.models.tree_walk import (
     Walk,
     leaves,
     leaves_of_stack,
+    trees_in_use,
 )
 
 
@@ -210,13 +211,7 @@ class Trees(Model):
     def leaf_numbers(self, w: Tensor, x: Tensor) -> Tensor:
         """Return the leaf of each row in each tree in use, int64 [..., B, t * C], for w [..., d]."""
         _, splits, values = self.parts(w)
-        used = (
-            ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1))
-            .any(-1)
-            .reshape(-1, self.trees)
-            .any(0)
-        )
-        count = int(used.nonzero()[-1]) + 1 if bool(used.any()) else 0
+        count = trees_in_use(splits, values)
         if not count:
             return torch.zeros(*x.shape[:-1], 0, dtype=torch.long, device=x.device)
         splits = splits[..., :count, :, :, :].flatten(-4, -3)
@@ -286,7 +281,10 @@ class Trees(Model):
         return Counter(histograms.used)
 
     def module(self, w: Tensor) -> nn.Module:
-        return TreePredictor(self, w.detach())
+        base, splits, values = self.parts(w.detach())
+        count = max(1, trees_in_use(splits, values))
+        walk = Walk(splits[:count].flatten(0, 1), self.categorical)
+        return TreePredictor(walk, base, values, self.task, self.target_in_units)
 
     def describe(self) -> dict[str, Any]:
         levels = None if self.levels is None else list(self.levels)
@@ -314,29 +312,6 @@ class Trees(Model):
             found = found.mT.unflatten(-2, (count, self.outputs))
             values[..., :count, :, :].scatter_add_(-1, found, spread)
         return result
-
-
-class TreePredictor(nn.Module):
-    """The trees of one client: raw features in, predictions out."""
-
-    base: Tensor
-    values: Tensor
-
-    def __init__(self, model: Trees, w: Tensor) -> None:
-        super().__init__()
-        base, splits, values = model.parts(w)
-        used = ((splits[..., PARENT] >= 0).any(-1) | (values != 0).any(-1)).any(-1)
-        count = max(1, int(used.nonzero()[-1]) + 1 if bool(used.any()) else 0)
-        self.task, self.counts, self.outputs = model.task, model.target_in_units, model.outputs
-        self.walk = Walk(splits[:count].flatten(0, 1), model.categorical)
-        self.register_buffer("base", base.clone())
-        self.register_buffer("values", values[:count].flatten(0, 1).clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.walk(x.to(self.base.dtype))
-        picked = self.values.gather(1, found.t())
-        scores = picked.unflatten(0, (-1, self.outputs)).sum(0).t() + self.base
-        return predictions(scores.exp() if self.counts else scores, self.task)
 
 
 def trees(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie.select.auto_race import Race
-from coterie.select.auto_ridge import RIDGES
+from coterie.select.auto_ridge import GIVEN
 from coterie.select.entrant import Entrant
 from coterie.select.guard import harmed
 
@@ -16,6 +16,6 @@ def who_keeps_its_own(race: Race, winner: Entrant) -> list[int]:
     alone = race.alone()
     if alone is None or alone.running is None or winner.title == "local":
         return []
-    if winner.on not in ("", *RIDGES) or not race.fed.runtime.capabilities.rows_visible:
+    if winner.on not in GIVEN or not race.fed.runtime.capabilities.rows_visible:
         return []
     return harmed(race.verdict(winner, alone))

@@ -21,7 +21,7 @@ from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
 from coterie.models.metrics import LOSS, Metric, main_metric, resolve
 from coterie.select.auto_networks import NETWORK
-from coterie.select.auto_ridge import RIDGES
+from coterie.select.auto_ridge import GIVEN
 from coterie.select.cross_validation import in_turn
 from coterie.select.entrant import SOLVED, Entrant
 from coterie.select.race_journal import Journal, Stage
@@ -219,9 +219,9 @@ class Race:
         """
         judged = self.finalists
         lowest = min(judged, key=Entrant.held_out_cost)
-        if lowest.on not in ("", *RIDGES):
+        if lowest.on not in GIVEN:
             limit = lowest.held_out_cost() + OWN_MODEL * abs(lowest.held_out_cost())
-            given = [e for e in judged if e.on in ("", *RIDGES) and e.held_out_cost() <= limit]
+            given = [e for e in judged if e.on in GIVEN and e.held_out_cost() <= limit]
             lowest = min(given, key=Entrant.held_out_cost, default=lowest)
         limit = lowest.held_out_cost() + DRAW * abs(lowest.held_out_cost())
         equal = [e for e in judged if e.scores and e.held_out_cost() <= limit and _near(lowest, e)]

@@ -9,6 +9,7 @@ from coterie.engine.federation import Federation
 from coterie.models.glm import Glm
 
 RIDGES = {"ridge": 10.0, "strong ridge": 50.0}  # penalties on the sum of the losses over all training rows
+GIVEN = ("", *RIDGES)  # models that are the given one, with whatever penalty
 STRONGER = 5.0  # times the given penalty, or it is left out: with many rows such a ridge changes nothing
 
 

@@ -29,7 +29,12 @@ def in_turn(fed: Federation) -> list[Federation]:
     Choices among many settings on few rows are choices of luck: with all divisions together every row that is not a
     test row is held out once.
     """
-    return [fed, *(folds(fed, FOLDS) if few_rows(fed) and can_fold(fed) else ())]
+    return [fed, *(folds(fed, FOLDS) if count_divisions(fed) > 1 else ())]
+
+
+def count_divisions(fed: Federation) -> int:
+    """Return the number of divisions of the rows that `in_turn` gives."""
+    return 1 + FOLDS if few_rows(fed) and can_fold(fed) else 1
 
 
 def few_rows(fed: Federation) -> bool:

@@ -265,10 +265,22 @@ def tied_covariance(spread: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def pseudo_solve(a: Tensor, b: Tensor) -> Tensor:
     """Return A^+ b for symmetric A >= 0 [..., d, d] and b [..., d]."""
+    inverse, vectors = _inverse_spectrum(a)
+    return times(vectors, inverse * times(vectors.mT, b))
+
+
+def pseudo_inverse(a: Tensor) -> Tensor:
+    """Return A^+ for symmetric A >= 0 [..., d, d]."""
+    inverse, vectors = _inverse_spectrum(a)
+    return vectors * inverse.unsqueeze(-2) @ vectors.mT
+
+
+def _inverse_spectrum(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of A^+ [..., d] and its eigenvectors; those of A near 0 count as 0."""
     values, vectors = torch.linalg.eigh(a)
     top = values[..., -1:].clamp(min=torch.finfo(values.dtype).tiny)
     inverse = torch.where(values > 10 * a.shape[-1] * torch.finfo(values.dtype).eps * top, 1 / values, 0.0)
-    return times(vectors, inverse * times(vectors.mT, b))
+    return inverse, vectors
 
 
 def scaled(spread: Tensor, matrix: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.theory.groups import group_sum
-from coterie.theory.hierarchical import certainty, pseudo_solve, times
+from coterie.theory.hierarchical import certainty, pseudo_inverse, times
 from coterie.theory.marginal import Marginal, Structure
 
 _SHRINKS = 0.7  # share of a psi by which one step may shrink it
@@ -183,7 +183,7 @@ def newton_step(
     if restricted:
         value -= 0.5 * float(_log_volume(above))
         passed = identity - cover @ curved
-        cover = cover + passed @ _pseudo_inverse(above) @ passed.mT
+        cover = cover + passed @ pseudo_inverse(above) @ passed.mT
     if restricted or k > 1:
         right = right + _correction(point, found, clusters, structure, cover)
     moving = torch.ones_like(right, dtype=torch.bool)
@@ -299,8 +299,3 @@ def ascent(matrix: Tensor, right: Tensor) -> tuple[Tensor, float]:
 def _log_volume(a: Tensor) -> Tensor:
     values: Tensor = torch.linalg.eigvalsh(a)
     return values.clamp(min=1e-12 * float(values[-1].clamp(min=1e-300))).log().sum()
-
-
-def _pseudo_inverse(a: Tensor) -> Tensor:
-    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    return pseudo_solve(a.unsqueeze(0).expand(len(a), -1, -1), identity).mT

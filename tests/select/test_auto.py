@@ -18,7 +18,7 @@ from coterie.algorithms import make
 from coterie.data import tables
 from coterie.engine.federation import Federation
 from coterie.models.metrics import find
-from coterie.select import auto, auto_explain, auto_race, cross_validation
+from coterie.select import auto, auto_explain, auto_field, auto_race, cross_validation
 from coterie.select import entrant as entrant_module
 from coterie.select.auto_networks import NETWORK
 from coterie.select.auto_race import Race, clearly
@@ -224,7 +224,7 @@ def test_losers_keep_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         most = max(most, sum(bool(e.parts) for e in race.everybody))
 
     monkeypatch.setattr(Entrant, "advance", counted)
-    field = auto.Field.of(fed, None, coterie.advise(fed), 24, 18)
+    field = auto_field.Field.of(fed, None, coterie.advise(fed), 24, 18)
     winner = race.run(field.first, field.more)
     solved = sum(
         getattr(e.algorithm, "exact", False) or e.algorithm.name == "hierarchical" for e in race.everybody
@@ -263,24 +263,38 @@ def test_a_method_that_stops_by_itself_stops_by_the_mean_over_divisions() -> Non
 
 def test_hierarchical_models_take_part_where_they_can() -> None:
     fed = world(20, 0.3)
-    (model,) = auto._estimated(fed)
+    (model,) = auto_field.estimated(fed)
     assert model.settings()["grouping"] == "one" and model.settings()["choose"] == "reml"
     known = Federation.from_arrays(
         [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(), clusters=[0, 0, 1, 1], split=SPLIT
     )
-    assert [a.settings()["grouping"] for a in auto._estimated(known)] == ["known", "one"]
+    assert [a.settings()["grouping"] for a in auto_field.estimated(known)] == ["known", "one"]
     with_intercept = Federation.from_arrays(
         [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4, models.linear(intercept=True), split=SPLIT
     )
-    assert [a.settings()["effects"] for a in auto._estimated(with_intercept)] == ["auto", "intercept"]
+    assert [a.settings()["effects"] for a in auto_field.estimated(with_intercept)] == ["auto", "intercept"]
     net = models.network(lambda: torch.nn.Linear(6, 1))
     wide = Federation.from_arrays([torch.randn(9, 6)] * 4, [torch.randn(9)] * 4, net, split=SPLIT)
-    assert auto._estimated(wide) == []
+    assert auto_field.estimated(wide) == []
+
+
+def test_slopes_do_not_differ_where_that_is_too_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts a matrix of each client in each division of the rows; here there are four."""
+    xs, ys = [torch.randn(9, 2)] * 4, [torch.randn(9)] * 4
+    fed = Federation.from_arrays(xs, ys, models.linear(intercept=True), split=SPLIT)
+    found = {}
+    for bound in (4 * 4 * 3**3, 4 * 4 * 3**3 - 1):
+        monkeypatch.setattr(auto_field, "SLOPES_WORK", bound)
+        found[bound] = [one.settings()["effects"] for one in auto_field.estimated(fed)]
+    assert list(found.values()) == [["auto", "intercept"], ["intercept"]]
+    without = Federation.from_arrays(xs, ys, models.linear(), split=SPLIT)
+    monkeypatch.setattr(auto_field, "SLOPES_WORK", 0.0)
+    assert len(auto_field.estimated(without)) == 1, "nothing else to vary"
 
 
 def test_step_sizes_are_settled_with_the_simplest_methods() -> None:
     fed = world(20, 0.3)
-    field = auto.Field.of(fed, ["local", "fedavg", "ditto", "rtfa"], None, 24, 90)
+    field = auto_field.Field.of(fed, ["local", "fedavg", "ditto", "rtfa"], None, 24, 90)
     tried = {(a.name, a.settings()["lr"]) for a in field.first}
     assert {lr for name, lr in tried if name == "fedavg"} == {0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0}
     left = [Entrant(make(name, lr=lr), cost=cost) for name, lr, cost in STEPS]
@@ -296,7 +310,7 @@ def test_few_places_are_shared() -> None:
     """Half for the simplest, training alone first, and a place for each of the others while they last."""
     fed = world(20, 0.3)
     for effort in (1, 3, 6, 24):
-        field = auto.Field.of(fed, ["local", "fedavg", "ditto", "cobo", "ifca"], None, effort, 90)
+        field = auto_field.Field.of(fed, ["local", "fedavg", "ditto", "cobo", "ifca"], None, effort, 90)
         added = field.more([])
         assert field.first[0].name == "local" and len(field.first) + len(added) <= field.places
         assert len({a.name for a in added}) == min(3, field.places - len(field.first))

@@ -16,7 +16,7 @@ from coterie.engine.federation import Federation
 from coterie.models import from_description
 from coterie.models.ensemble import ensemble
 from coterie.models.metrics import find
-from coterie.select import auto, auto_ensemble
+from coterie.select import auto_ensemble, auto_field
 from coterie.select.auto import ChosenRun, choose, fit_chosen
 from coterie.train.adapt import adapt
 from coterie.train.predict import Predictor
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ChosenRun:
             "greedy_weights",
             lambda values, y: values.new_full((len(values),), 1 / len(values)),
         )
-        patch.setattr(auto, "TREES", 18)
+        patch.setattr(auto_field, "TREES", 18)
         return fit_chosen(fed, 9, place / "run", methods=["fedavg", "trees"], effort=3, refit="validation")
 
 

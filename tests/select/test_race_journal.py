@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from coterie.engine.federation import Federation
-from coterie.select import auto, auto_ensemble, auto_networks
+from coterie.select import auto_ensemble, auto_field, auto_networks
 from coterie.select.auto import ChosenRun, fit_chosen, journal_of
 from coterie.train import checkpoint
 from coterie.train.predict import Predictor
@@ -58,7 +58,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
         auto_ensemble, "greedy_weights", lambda values, y: values.new_full((len(values),), 1 / len(values))
     )
     monkeypatch.setattr(auto_networks, "FEWEST", 50)
-    monkeypatch.setattr(auto, "TREES", 9)
+    monkeypatch.setattr(auto_field, "TREES", 9)
     monkeypatch.setattr(checkpoint.Clock, "due", lambda self, t: True)
 
 

@@ -371,3 +371,13 @@ def test_bad_clusters():
         Penalty.of([0, 2, 2], 1.0, alpha=0.5)
     with pytest.raises(SettingError, match="prox = 0"):
         linear_estimators.one_centre(torch.eye(2).expand(3, 2, 2), torch.ones(3, 2), 0.0)
+
+
+def test_a_matrix_is_decomposed_once_for_its_inverse(monkeypatch):
+    """Solving for every column of the identity would decompose it as often as it has columns."""
+    plain, seen = torch.linalg.eigh, []
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a: seen.append(tuple(a.shape)) or plain(a))
+    root = normal(3, 6, 4)
+    for a in (root @ root.mT, root.mT @ root):  # of rank 4, and of full rank
+        assert torch.allclose(exact.pseudo_inverse(a), torch.linalg.pinv(a, hermitian=True), atol=1e-9)
+    assert seen == [(3, 6, 6), (3, 4, 4)]
