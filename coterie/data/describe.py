@@ -95,7 +95,7 @@ def _target_by_client(
         share = np.bincount(owner, happened, len(sizes)) / sizes
         return [{"class_shares": {"event": s, "censored": 1 - s}} for s in share.tolist()]
     if spec.task == "regression":
-        values = columns.numbers(frame, spec.target).to_numpy()
+        values = spec.numbers(frame, spec.target).to_numpy()
         with np.errstate(all="ignore"):
             return [{"target_mean": _finite(float(mean))} for mean in np.bincount(owner, values) / sizes]
     width = len(spec.classes)

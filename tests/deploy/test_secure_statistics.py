@@ -48,8 +48,8 @@ def table(rows: int = 60) -> polars.DataFrame:
 class Post:
     """Carries messages at once and keeps what the server received; nodes in `mute` do not answer."""
 
-    def __init__(self, folder, policy: Policy = TRUSTING):
-        frame = table()
+    def __init__(self, folder, policy: Policy = TRUSTING, frame: polars.DataFrame | None = None):
+        frame = table() if frame is None else frame
         self.nodes = {
             name: NodeService(frame.filter(polars.col("site") == f"s{k}"), folder / name, policy=policy)
             for k, name in enumerate(NODES)
@@ -81,6 +81,18 @@ def test_the_encoding_is_that_of_plain_statistics(tmp_path):
         assert abs(left.mean - right.mean) <= 1e-6 * left.sd, left.name
         assert right.sd == pytest.approx(left.sd, rel=1e-6), left.name
     assert one.choices == other.choices
+
+
+def test_columns_are_read_as_they_are_written(tmp_path):
+    pressure = [None if value is None else f"{value:.1f} %" for value in table()["pressure"]]
+    frame = table().with_columns(polars.Series("pressure", pressure))
+    plain, hidden = (
+        Preprocessor.from_json(Post(tmp_path / str(secure), frame=frame).plan(secure=secure).preprocessor)
+        for secure in (False, True)
+    )
+    assert hidden.spec.formats == plain.spec.formats == {"pressure": "number %"}
+    left, right = (next(one for one in found.scales if one.name == "pressure") for found in (plain, hidden))
+    assert right.mean == pytest.approx(left.mean, abs=1e-6 * left.sd) and right.sd == pytest.approx(left.sd)
 
 
 def test_nothing_of_a_single_node_arrives(tmp_path):
