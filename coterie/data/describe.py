@@ -117,11 +117,7 @@ def _describe_column(
     found = {
         "column": one.column,
         "kind": one.kind if not one.used else "numeric" if one.column in spec.numeric else "category",
-        "read_as": one.kind
-        if not one.format
-        else one.format
-        if one.kind == "number"
-        else f"{one.kind} {one.format}",
+        "read_as": _read_as(written, one),
         "used": one.used and not useless,
         "why": "; ".join(why),
         "missing_percent": 100 * read.null_count() / len(read),
@@ -133,6 +129,15 @@ def _describe_column(
         with np.errstate(all="ignore"):
             mean, sd = (_finite(float(value)) for value in (values.mean(), values.std()))
     return {**found, "mean": mean, "sd": sd}
+
+
+def _read_as(written: polars.Series, one: ColumnReading) -> str:
+    """Return what a column is read as, with the format of text."""
+    import polars as pl
+
+    if one.used and written.dtype in (pl.Date, pl.Datetime):
+        return "date"
+    return f"{one.kind} {one.format}".strip() if one.kind != "number" or not one.format else one.format
 
 
 def _finite(value: float) -> float | None:

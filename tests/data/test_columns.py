@@ -204,6 +204,12 @@ def test_formats(values: list[str], chosen: str | None, parsed: list[float]) -> 
         assert column_formats.parse(pl.Series(values), chosen).to_list() == pytest.approx(parsed)
 
 
+def test_a_time_with_a_zone_is_the_moment() -> None:
+    written = ["2024-03-01T01:30:00+02:00", "2024-02-29 18:30 -05:00", "2024-02-29T23:30:00Z"]
+    found = column_formats.parse(pl.Series(written), "yyyy-mm-dd").to_list()
+    assert found == pytest.approx([19783 - 0.5 / 24] * 3, rel=0, abs=1e-6)
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.datetimes(datetime(1950, 1, 1), datetime(2049, 12, 31)), min_size=25, max_size=40),
@@ -266,6 +272,17 @@ def test_a_description_says_what_is_a_bound_unreadable_or_left_out() -> None:
     assert f"{ROWS // 5} written as bounds" in found["crp"]["why"] and found["crp"]["missing_percent"] == 0
     assert found["lab"]["missing_percent"] == pytest.approx(100 * 4 / ROWS)
     assert found["code"]["used"] is False and "of one client only" in found["code"]["why"]
+
+
+def test_dates_are_described_as_dates_however_they_are_written() -> None:
+    moments = [datetime(2024, 1, 1) + timedelta(hours=5 * k) for k in range(ROWS)]
+    frame = hospital(
+        stamp=[f"{one:%Y-%m-%dT%H:%M:%SZ}" for one in moments], day=[f"{one:%d.%m.%Y}" for one in moments]
+    )
+    told = {one["column"]: one for one in describe(frame, tables.check(frame, "site", "sick"))["columns"]}
+    assert (told["stamp"]["read_as"], told["day"]["read_as"]) == ("date", "date dd.mm.yyyy")
+    assert (told["age"]["read_as"], told["cost"]["read_as"]) == ("number", "number $")
+    assert told["stamp"]["mean"] == pytest.approx(told["day"]["mean"], abs=1)
 
 
 def test_a_format_is_remembered_for_new_rows(tmp_path: Path) -> None:
