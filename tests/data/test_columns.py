@@ -285,6 +285,13 @@ def test_dates_are_described_as_dates_however_they_are_written() -> None:
     assert told["stamp"]["mean"] == pytest.approx(told["day"]["mean"], abs=1)
 
 
+def test_an_id_of_few_values_is_a_category_and_long_numbers_stay_apart() -> None:
+    wards = hospital(ward_id=[f"w{k % 7}" for k in range(ROWS)])
+    assert "ward_id" in tables.check(wards, "site", "sick").categories
+    long = tables.read({"site": ["90071992547409930001", "90071992547409930002"], "y": [0, 1]})
+    assert tables.by_client(long, "site")[1] == ["90071992547409930001", "90071992547409930002"]
+
+
 def test_a_format_is_remembered_for_new_rows(tmp_path: Path) -> None:
     run = coterie.fit(coterie.Federation.from_table(hospital(), "site", "sick"), "local", rounds=2)
     new = (
