@@ -57,7 +57,13 @@ def find_task(
     if columns.kind(column) == "numeric" or task == "regression":
         columns.numbers(frame, target, source, client, format)
     if (task or _natural_task(values)) == "regression":
-        hints = [f"Target column {target!r} is read as a quantity, written as {format}."] if format else []
+        bounds = column_formats.bounds(column) if format else 0
+        limits = f", {bounds} of them bounds such as <0.3, which is read as 0.3" if bounds else ""
+        hints = (
+            [f"Target column {target!r} is read as a quantity, written as {format}{limits}."]
+            if format
+            else []
+        )
         return "regression", (), hints, format
     if distinct > MOST_LEVELS or (column.dtype.is_float() and distinct > 50):
         raise DataError(
@@ -93,7 +99,8 @@ def read_as(target: polars.Series, format: str) -> polars.Series:
     import polars as pl
 
     values = column_formats.parse(target, format)
-    return values.cast(pl.Int64) if bool((values == values.floor()).all()) else values
+    whole = values.cast(pl.Int64, strict=False)  # null beyond 64 bits
+    return whole if not whole.null_count() and bool((whole == values).all()) else values
 
 
 def _mostly_numbers(target: polars.Series) -> list[str]:

@@ -374,6 +374,8 @@ def test_nodes_agree_on_how_a_target_is_written() -> None:
         (["<50", ">=50", ">90"], "multiclass", ""),
         (["31.12.2023 8:30", "01.02.2024 9:15", "15.06.2024 23:59"], "regression", "dd.mm.yyyy"),
         (["1,005", "2,310.5", "950"], "regression", "number"),
+        (["1,005", "2,000e100", "9,999"], "regression", "number"),
+        (["<0.3", "1,005", "7.25", "12"], "regression", "number, 100 of them bounds such as <0.3"),
     ],
 )
 def test_text_in_a_target_is_classes_unless_a_format_reads_all(
