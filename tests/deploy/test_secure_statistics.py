@@ -95,6 +95,18 @@ def test_columns_are_read_as_they_are_written(tmp_path):
     assert right.mean == pytest.approx(left.mean, abs=1e-6 * left.sd) and right.sd == pytest.approx(left.sd)
 
 
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_target_is_read_as_it_is_written(tmp_path, monkeypatch, secure):
+    monkeypatch.setitem(globals(), "ROLES", Roles("site", "cost"))
+    cost = [1000 + 3.5 * k for k in range(300)]
+    frame = table().drop("sick").with_columns(cost=polars.Series([f"$ {value:,.2f}" for value in cost]))
+    found = Preprocessor.from_json(Post(tmp_path, frame=frame).plan(secure=secure).preprocessor)
+    assert found.spec.task == "regression" and found.spec.formats == {"cost": "number $"}
+    encoded = found.encode_target(frame).numpy()
+    assert encoded * found.target_sd + found.target_mean == pytest.approx(cost)
+    assert 1400 < found.target_mean < 1650 and 270 < found.target_sd < 340
+
+
 def test_nothing_of_a_single_node_arrives(tmp_path):
     post = Post(tmp_path)
     post.plan(secure=True)
