@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 import pytest
 
-from coterie.report.numbers import show, show_gain, size
+from coterie._core.amounts import size
+from coterie.report.numbers import show, show_gain
 from coterie.report.page import contents
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ def test_a_run_tells_the_same_everywhere(command: Command, tmp_path: Path) -> No
     race = sum(row["megabytes"] for row in choice["race"])
     rounds = sum(row["rounds"] for row in choice["race"])
     assert f"The race that chose them took {rounds:,} rounds and moved {size(race)}" in said
-    assert any(
-        f"{rounds} rounds and {race:.3g} MB for all of them together" in line for line in choice["why"]
-    )
+    assert any(f"{rounds} rounds and {size(race)} for all of them together" in line for line in choice["why"])
     assert all(line in shown.out for line in choice["why"])
     metrics = pl.read_parquet(out / "metrics.parquet").filter(split="test", metric="accuracy")
     assert dict(zip(metrics["client"], metrics["value"], strict=True)) == pytest.approx(told["clients"])

@@ -69,6 +69,7 @@ def test_fit_keeps_the_budget_to_the_byte(command, tmp_path):
     [
         (("--algorithm", "flix", "--budget-mb", 0.0001), "too small"),
         (("--algorithm", "ditto", "--budget-mb", 5), "is for flix"),
+        (("--algorithm", "flix", "--budget-mb", 5, "--accuracy", 0.01), "both say when to stop"),
         (("--algorithm", "flix", "--set", "alpha=1.2"), "at most 1"),
         (("--algorithm", "flix", "--set", "solver=dcgd", "--set", "compressor=rand-99"), "choose k from 1"),
         (("--algorithm", "flix", "--l2", 0.1, "--set", "lr=1000"), "diverges"),

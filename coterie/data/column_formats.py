@@ -217,6 +217,22 @@ def count(text: polars.Series) -> dict[str, int]:
     return {name: number for name, number in found.items() if number}
 
 
+def read_all(text: polars.Series) -> list[str]:
+    """Return the formats that read every value of a column of text; none where all values are bounds.
+
+    Examples
+    --------
+    >>> import polars
+    >>> read_all(polars.Series(["1.234,50 €", "99 €"])), read_all(polars.Series(["7 days", "3"]))
+    (['decimal comma €'], [])
+    """
+    counts = count(text)
+    total = text.len() - text.null_count()
+    if counts.get(BOUNDS, 0) > ENOUGH * total:
+        return []
+    return [name for name in FORMATS if counts.get(name) == total]
+
+
 def choose(counts: Mapping[str, int], total: int, enough: float = ENOUGH) -> tuple[str, bool] | None:
     """Return the format that reads the most values, and whether day and month could be exchanged.
 

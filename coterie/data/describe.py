@@ -95,7 +95,7 @@ def _target_by_client(
         share = np.bincount(owner, happened, len(sizes)) / sizes
         return [{"class_shares": {"event": s, "censored": 1 - s}} for s in share.tolist()]
     if spec.task == "regression":
-        values = columns.numbers(frame, spec.target).to_numpy()
+        values = spec.numbers(frame, spec.target).to_numpy()
         with np.errstate(all="ignore"):
             return [{"target_mean": _finite(float(mean))} for mean in np.bincount(owner, values) / sizes]
     width = len(spec.classes)
@@ -117,11 +117,7 @@ def _describe_column(
     found = {
         "column": one.column,
         "kind": one.kind if not one.used else "numeric" if one.column in spec.numeric else "category",
-        "read_as": one.kind
-        if not one.format
-        else one.format
-        if one.kind == "number"
-        else f"{one.kind} {one.format}",
+        "read_as": _read_as(written, one),
         "used": one.used and not useless,
         "why": "; ".join(why),
         "missing_percent": 100 * read.null_count() / len(read),
@@ -133,6 +129,15 @@ def _describe_column(
         with np.errstate(all="ignore"):
             mean, sd = (_finite(float(value)) for value in (values.mean(), values.std()))
     return {**found, "mean": mean, "sd": sd}
+
+
+def _read_as(written: polars.Series, one: ColumnReading) -> str:
+    """Return what a column is read as, with the format of text."""
+    import polars as pl
+
+    if one.used and written.dtype in (pl.Date, pl.Datetime):
+        return "date"
+    return f"{one.kind} {one.format}".strip() if one.kind != "number" or not one.format else one.format
 
 
 def _finite(value: float) -> float | None:

@@ -8,20 +8,20 @@ node, and so do the texts of columns that identify rows: the server asks for no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, SettingError, nearest
+from coterie.data import column_formats, grouping, tables
 from coterie.data import column_types as columns
-from coterie.data import grouping, tables
 from coterie.data.client_sums import ClientSums
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.column_readings import ColumnReading
 from coterie.data.column_readings import read as read_columns
 from coterie.data.statistics import Levels, Moments, Statistics, most_levels
 from coterie.data.table_spec import TableSpec, spec_of
-from coterie.data.target_task import MOST_LEVELS
+from coterie.data.target_task import MOST_LEVELS, read_as, written_in
 
 if TYPE_CHECKING:
     import polars
@@ -158,7 +158,7 @@ def describe(frame: polars.DataFrame, roles: Roles, source: str) -> dict[str, An
         clusters = [columns.labels(frame[roles.cluster])[row] for row in first]
     features = [name for name in frame.columns if name not in roles.no_features]
     target = _classes(frame[roles.target], roles, source)
-    facts = tables.all_facts(frame, features, roles.client, roles.target, target.get("levels", ()))
+    facts = _facts_of(frame, features, roles, target)
     return {
         "clients": names,
         "rows": sizes,
@@ -190,25 +190,36 @@ def readings(frame: polars.DataFrame, roles: Roles) -> list[ColumnReading]:
         frame = frame.with_columns(pl.lit("").alias(roles.client))
     frame = grouping.combined(frame, roles.groups)
     features = [name for name in frame.columns if name not in roles.no_features]
-    levels = _classes(frame[roles.target], roles, "the table").get("levels", ())
-    found = tables.all_facts(frame, features, roles.client, roles.target, levels)
-    return read_columns(found, roles.keep, groups=roles.groups)
+    target = _classes(frame[roles.target], roles, "the table")
+    return read_columns(_facts_of(frame, features, roles, target), roles.keep, groups=roles.groups)
+
+
+def _facts_of(
+    frame: polars.DataFrame, features: Sequence[str], roles: Roles, target: Mapping[str, Any]
+) -> dict[str, ColumnFacts]:
+    """Return the facts of a node's feature columns, given what it tells of its target."""
+    format = "" if "levels" in target else next(iter(target.get("formats", ())), "")
+    return tables.all_facts(frame, features, roles.client, roles.target, target.get("levels", ()), format)
 
 
 def _classes(target: polars.Series, roles: Roles, source: str) -> dict[str, Any]:
-    """Return the classes of the target if it may have some, and nothing about a quantity."""
+    """Return the classes of the target if it may have some, and the formats in which text may be a quantity."""
     import polars as pl
 
     if target.null_count():
         raise DataError(f"{source}: target column {target.name!r} has missing values. Remove these rows.")
+    formats = written_in(target)
+    written = {"formats": formats} if formats else {}
     if roles.task == "regression":
-        return {"kind": "quantity"}
+        return {"kind": "quantity"} | written
+    levels = list(columns.levels(target))
+    target = read_as(target, formats[0]) if formats and roles.task is None else target
     words = columns.kind(target) == "category" or target.dtype == pl.Boolean
     limit = MOST_LEVELS if words or roles.task else MOST_WHOLE_CLASSES
     whole = target.dtype.is_integer() or (target.dtype.is_float() and bool((target == target.floor()).all()))
     if not (words or whole) or target.n_unique() > limit:
-        return {"kind": "quantity"}
-    return {"kind": "words" if words else "whole", "levels": list(columns.levels(target))}
+        return {"kind": "quantity"} | written
+    return {"kind": "words" if words else "whole", "levels": levels} | written
 
 
 def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableSpec:
@@ -243,8 +254,9 @@ def merge(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> TableS
             warnings.append(f"Column {name!r} is left out, because {columns.some(without)} has none.")
             del found[name]
     task, classes = _task(descriptions, roles)
+    format = target_format(descriptions.values()) if task == "regression" else ""
     read = read_columns(found, roles.keep, groups=roles.groups)
-    spec = spec_of(read, roles.client, roles.target, roles.cluster, task, classes, roles.groups)
+    spec = spec_of(read, roles.client, roles.target, roles.cluster, task, classes, roles.groups, None, format)
     if not (spec.numeric or spec.categories):
         raise DataError(
             "The places have no feature column in common. Look at their tables, at --drop and at --keep."
@@ -278,6 +290,12 @@ def _task(descriptions: Mapping[str, Mapping[str, Any]], roles: Roles) -> tuple[
     if len(classes) > MOST_WHOLE_CLASSES and not words and roles.task is None:
         return "regression", ()
     return "binary" if len(classes) == 2 else "multiclass", classes
+
+
+def target_format(descriptions: Iterable[Mapping[str, Any]]) -> str:
+    """Return the format that reads the target at most places where it is text; "" if it is text at none."""
+    told = [name for one in descriptions for name in one["target"].get("formats", ())]
+    return max((name for name in column_formats.FORMATS if name in told), key=told.count, default="")
 
 
 def in_order(labels: set[str] | Sequence[str]) -> tuple[str, ...]:

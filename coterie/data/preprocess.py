@@ -253,8 +253,7 @@ class Preprocessor:
         own = {name: self._rows_of(frame, name) for name in self.clients}
         for scale in self.scales:
             _require(frame, scale.name, source)
-            format = self.spec.formats.get(scale.name, "")
-            values = columns.numbers(frame, scale.name, source, self._client_in(frame), format)
+            values = self.spec.numbers(frame, scale.name, source, self._client_in(frame))
             if self.encoding == RAW:
                 features[:, place] = values.cast(float).fill_null(math.nan).to_numpy()
                 for client, rows in own.items():
@@ -357,7 +356,7 @@ class Preprocessor:
                 survival_times.signed_times(frame, name, self.spec.event, source, self._client_in(frame))
             )
         if self.spec.task == "regression":
-            values = columns.numbers(frame, name, source, self._client_in(frame)).to_numpy()
+            values = self.spec.numbers(frame, name, source, self._client_in(frame)).to_numpy()
             encoded, wrong, what = (
                 (values - self.target_mean) / self.target_sd,
                 np.isnan(values),

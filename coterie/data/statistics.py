@@ -152,7 +152,7 @@ def local_statistics(frame: polars.DataFrame, spec: TableSpec) -> Statistics:
         Sums to be merged with those of the other clients.
     """
     frame = grouping.combined(frame, spec.groups)
-    numbers = {name: columns.numbers(frame, name, format=spec.formats.get(name, "")) for name in spec.numeric}
+    numbers = {name: spec.numbers(frame, name) for name in spec.numeric}
     owner = columns.labels(frame[spec.client])
     target = target_values(frame, spec)
     group = None
@@ -176,7 +176,7 @@ def target_values(frame: polars.DataFrame, spec: TableSpec) -> polars.Series:
     import polars as pl
 
     if spec.task == "regression":
-        return columns.numbers(frame, spec.target)
+        return spec.numbers(frame, spec.target)
     if spec.task == "binary":
         return pl.Series(columns.codes(columns.labels(frame[spec.target]), spec.classes).astype(float))
     return pl.Series([None] * frame.height, dtype=pl.Float64)

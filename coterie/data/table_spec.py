@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from coterie.data import column_types as columns
 from coterie.data.column_readings import ColumnReading, column_warnings
+
+if TYPE_CHECKING:
+    import polars
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class TableSpec:
     warnings
         What the reader of a report should know about columns and clients.
     formats
-        Format of each numeric column that is written as text, such as "dd/mm/yyyy".
+        Format of each numeric column, and of the target, that is written as text, such as "dd/mm/yyyy".
     left_out
         Columns that are not used, and why in a word, such as "identifier".
     readings
@@ -57,6 +61,12 @@ class TableSpec:
     groups: tuple[str, ...] = ()
     event: str | None = None
 
+    def numbers(
+        self, frame: polars.DataFrame, name: str, source: str = "the table", client: str | None = None
+    ) -> polars.Series:
+        """Return a numeric column, or a target that is a quantity, as `column_types.numbers` does."""
+        return columns.numbers(frame, name, source, client, self.formats.get(name, ""))
+
     def stored(self) -> dict[str, Any]:
         """Return the fields as JSON values, without warnings and what is empty."""
         values = asdict(self) | {"warnings": []}
@@ -74,8 +84,9 @@ def spec_of(
     classes: tuple[str, ...],
     groups: tuple[str, ...] = (),
     event: str | None = None,
+    target_format: str = "",
 ) -> TableSpec:
-    """Return the roles of all columns, given how the feature columns are read."""
+    """Return the roles of all columns, given how the feature columns and the target are read."""
     used = [one for one in readings if one.used]
     return TableSpec(
         client,
@@ -86,7 +97,8 @@ def spec_of(
         tuple(one.column for one in used if one.kind != "category"),
         tuple(one.column for one in used if one.kind == "category"),
         column_warnings(readings),
-        {one.column: one.format for one in used if one.format},
+        {one.column: one.format for one in used if one.format}
+        | ({target: target_format} if target_format else {}),
         {one.column: one.kind for one in readings if not one.used},
         tuple(readings),
         groups,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie._core.errors import DataError, nearest
 from coterie._core.panics import panics_as_errors
-from coterie.data import column_facts, delimited, grouping, survival_times, unpack
+from coterie.data import column_facts, column_formats, delimited, grouping, survival_times, unpack
 from coterie.data import column_types as columns
 from coterie.data.column_facts import ColumnFacts
 from coterie.data.column_readings import read as read_columns
@@ -210,10 +210,10 @@ def check(
     if known is not None:
         _require_one_cluster(frame, client, known, source)
     if event is None:
-        task, classes, hints = find_task(frame, client, target, task, source)
+        task, classes, hints, format = find_task(frame, client, target, task, source)
     else:
         hints = survival_times.check_times(frame, client, target, event, task, source)
-        task, classes = survival_times.TASK, ()
+        task, classes, format = survival_times.TASK, (), ""
     unused = {client, target, event, known, *drop, *({time} - set(keep))} | (
         grouping.only_in_pairs(groups) - set(keep)
     )
@@ -222,8 +222,8 @@ def check(
         name for name in names if columns.kind(frame[name]) and frame[name].drop_nulls().n_unique() == 1
     ]
     constant = [name for name in constant if not frame[name].null_count()]
-    readings = read_columns(all_facts(frame, names, client, target, classes), keep, constant, groups)
-    spec = spec_of(readings, client, target, known, task, classes, groups, event)
+    readings = read_columns(all_facts(frame, names, client, target, classes, format), keep, constant, groups)
+    spec = spec_of(readings, client, target, known, task, classes, groups, event, format)
     if not (spec.numeric or spec.categories):
         why = "; ".join(f"{one.column!r} {one.why}" for one in readings)
         raise DataError(
@@ -231,13 +231,18 @@ def check(
             "or keep one with --keep COLUMN."
         )
     for name in spec.numeric:
-        columns.numbers(frame, name, source, client, spec.formats.get(name, ""))
+        spec.numbers(frame, name, source, client)
     spec.warnings.extend(notes + hints + _client_warnings(frame, client, target, bool(classes)))
     return spec
 
 
 def all_facts(
-    frame: polars.DataFrame, names: Iterable[str], client: str, target: str, classes: Sequence[str]
+    frame: polars.DataFrame,
+    names: Iterable[str],
+    client: str,
+    target: str,
+    classes: Sequence[str],
+    format: str = "",
 ) -> dict[str, ColumnFacts]:
     """Return the facts of feature columns.
 
@@ -253,6 +258,8 @@ def all_facts(
         Name of the target column.
     classes
         Names of the classes; empty for a quantity.
+    format
+        Format in which the target is written.
 
     Returns
     -------
@@ -264,7 +271,8 @@ def all_facts(
     if classes:
         values = columns.codes(columns.labels(frame[target]), classes).astype(float)
     else:
-        values = columns.as_floats(frame[target]).to_numpy()
+        found = column_formats.parse(frame[target], format) if format else columns.as_floats(frame[target])
+        values = found.to_numpy()
     return {name: column_facts.facts(frame, name, owner, values, bool(classes)) for name in names}
 
 
@@ -342,6 +350,11 @@ def _client_warnings(frame: polars.DataFrame, client: str, target: str, classes:
         names = table.filter(condition)["client"]
         if len(names):
             found.append(f"{len(names)} client(s) with {what}: {columns.some(names)}.")
+    alike = table.filter(table["client"].str.to_lowercase().is_duplicated())["client"]
+    if len(alike):
+        found.append(
+            f"Clients that differ in upper and lower case alone count as different: {columns.some(alike)}."
+        )
     return found
 
 

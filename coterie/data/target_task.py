@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coterie._core.errors import DataError, SettingError, nearest
+from coterie.data import column_formats
 from coterie.data import column_types as columns
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ SCALE = 5  # whole numbers with so many values may well be a scale
 
 def find_task(
     frame: polars.DataFrame, client: str, target: str, task: str | None, source: str
-) -> tuple[str, tuple[str, ...], list[str]]:
-    """Return the task, the names of the classes unless it is regression, and hints.
+) -> tuple[str, tuple[str, ...], list[str], str]:
+    """Return the task, the names of the classes unless it is regression, hints, and how a quantity is written.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ def find_task(
     Returns
     -------
     tuple
-        "regression", "binary" or "multiclass"; class names; hints.
+        "regression", "binary" or "multiclass"; class names; hints; a format of `column_formats` or "".
     """
     import polars as pl
 
@@ -51,10 +52,19 @@ def find_task(
             f"{source}: target column {target!r} has one value only ({columns.labels(column)[0]!r}), "
             "so there is nothing to learn. Name another target."
         )
+    formats = written_in(column)
+    format, values = (formats[0], read_as(column, formats[0])) if formats else ("", column)
     if columns.kind(column) == "numeric" or task == "regression":
-        columns.numbers(frame, target, source, client)
-    if (task or _natural_task(column)) == "regression":
-        return "regression", (), []
+        columns.numbers(frame, target, source, client, format)
+    if (task or _natural_task(values)) == "regression":
+        bounds = column_formats.bounds(column) if format else 0
+        limits = f", {bounds} of them bounds such as <0.3, which is read as 0.3" if bounds else ""
+        hints = (
+            [f"Target column {target!r} is read as a quantity, written as {format}{limits}."]
+            if format
+            else []
+        )
+        return "regression", (), hints, format
     if distinct > MOST_LEVELS or (column.dtype.is_float() and distinct > 50):
         raise DataError(
             f"{source}: target column {target!r} has {distinct} different values, too many for classes. "
@@ -67,14 +77,42 @@ def find_task(
     if (
         task is None
         and distinct >= SCALE
-        and columns.kind(column) == "numeric"
+        and columns.kind(values) == "numeric"
         and column.dtype != pl.Boolean
     ):
         hints.append(
             f"Target column {target!r} holds {distinct} whole numbers, which are taken for classes without an order. "
             "If they are a quantity, say so: --task regression"
         )
-    return found, columns.levels(column), hints
+    if task is None and distinct >= SCALE and columns.kind(values) == "category":
+        hints += _mostly_numbers(column)
+    return found, columns.levels(column), hints, ""
+
+
+def written_in(target: polars.Series) -> list[str]:
+    """Return the formats in which a target of text may be written, if it is a quantity."""
+    return column_formats.read_all(target) if columns.kind(target) == "category" else []
+
+
+def read_as(target: polars.Series, format: str) -> polars.Series:
+    """Return the numbers that a target of text says in a format, as integers where all are whole."""
+    import polars as pl
+
+    values = column_formats.parse(target, format)
+    whole = values.cast(pl.Int64, strict=False)  # null beyond 64 bits
+    return whole if not whole.null_count() and bool((whole == values).all()) else values
+
+
+def _mostly_numbers(target: polars.Series) -> list[str]:
+    """Say which values make a target classes, where most are numbers."""
+    found = column_formats.choose(column_formats.count(target), len(target), 0.5)
+    if found is None:
+        return []
+    wrong = target.filter(column_formats.parse(target, found[0]).is_null())
+    return [
+        f"Target column {target.name!r} has {target.n_unique()} classes, because {len(wrong)} values are not "
+        f"written as the others ({found[0]}): {columns.some(wrong.unique().sort())}. If it is a quantity, correct them."
+    ]
 
 
 def _natural_task(target: polars.Series) -> str:

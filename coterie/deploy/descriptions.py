@@ -15,7 +15,8 @@ import numpy as np
 
 from coterie._core.printable import is_plain
 from coterie.data.client_sums import ClientSums
-from coterie.data.federated import Roles
+from coterie.data.column_formats import FORMATS
+from coterie.data.federated import Roles, target_format
 from coterie.data.statistics import Moments, Statistics
 from coterie.data.target_task import MOST_LEVELS
 from coterie.deploy.wire import WireError
@@ -48,6 +49,11 @@ def require(told: Any) -> None:
     target = told.get("target")
     if not isinstance(target, dict) or target.get("kind") not in ("quantity", "words", "whole"):
         raise WireError("malformed target")
+    formats = target.get("formats", [])
+    if not isinstance(formats, list) or not all(
+        isinstance(name, str) and name in FORMATS for name in formats
+    ):
+        raise WireError("malformed formats of the target")
     if target["kind"] != "quantity":
         levels = target.get("levels")
         if not isinstance(levels, list) or not levels or not plain(levels, min(MOST_LEVELS, sum(rows))):
@@ -146,7 +152,7 @@ def _other_target(
 
     wanted = votes(True) > votes(False) if roles.task is None else roles.task == "regression"
     if roles.task == "regression":
-        return {}
+        return _otherwise_written(told, roles)
     found = {
         name: f"its target {roles.target!r} is {'a quantity' if is_quantity(one) else 'classes'}, unlike at most "
         "nodes. If it is a quantity, say so: --task regression"
@@ -154,7 +160,7 @@ def _other_target(
         if is_quantity(one) != wanted and not (wanted and one["target"]["kind"] == "whole")
     }
     if wanted:
-        return found
+        return found | _otherwise_written({name: told[name] for name in told.keys() - found.keys()}, roles)
     rest = {name: set(one["target"]["levels"]) for name, one in told.items() if name not in found}
     for name, mine in rest.items():
         others = [levels for other, levels in rest.items() if other != name]
@@ -162,6 +168,16 @@ def _other_target(
         if len(others) > 1 and len(mine - known) > max(2, len(known)):
             found[name] = f"{len(mine - known)} of its classes are at no other node"
     return found
+
+
+def _otherwise_written(told: Mapping[str, Any], roles: Roles) -> dict[str, str]:
+    """Return nodes whose target is text that the format of most nodes does not read."""
+    usual = target_format(told.values())
+    return {
+        name: f"its target {roles.target!r} is written as {formats[0]}, and as {usual} at most nodes"
+        for name, formats in ((name, one["target"].get("formats")) for name, one in told.items())
+        if formats and usual not in formats
+    }
 
 
 def _other_columns(

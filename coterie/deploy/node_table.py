@@ -110,7 +110,7 @@ class NodeTable:
                 train = train.with_columns(pl.when(label.is_in(list(common))).then(label).alias(name))
             hidden = [name for name in self.policy.encoding if name in train.columns]
             train = train.with_columns(pl.lit(None).alias(name) for name in hidden)
-            return secure_statistics.answer(header, train, roles.client, folder, masks)
+            return secure_statistics.answer(header, train, spec, folder, masks)
         sums = disclosure.statistics(self.policy, local_statistics(train, spec), train)
         return {"statistics": federated.statistics_to_json(sums)}, {}
 

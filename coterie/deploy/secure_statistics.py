@@ -64,7 +64,7 @@ def rest(privacy: Privacy, folder: Path) -> Privacy:
 
 
 def answer(
-    header: Mapping[str, Any], train: polars.DataFrame, client: str, folder: Path, masks: NodeMasks
+    header: Mapping[str, Any], train: polars.DataFrame, spec: TableSpec, folder: Path, masks: NodeMasks
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return this node's part of a sum of statistics, under masks, and with noise if the run has a budget.
 
@@ -74,8 +74,8 @@ def answer(
         The message; what it is `about` is what all nodes must agree on.
     train
         The node's training rows.
-    client
-        Name of the client column.
+    spec
+        What each column is for.
     folder
         Where the node keeps the run.
     masks
@@ -83,16 +83,16 @@ def answer(
     """
     about = header["about"]
     privacy = None if about.get("privacy") is None else Privacy(**about["privacy"])
-    owner = columns.labels(train[client])
+    owner = columns.labels(train[spec.client])
     if about["step"] == "moments":
         if privacy is not None:
             raise Refusal("a run with a budget has noisy histograms only")
-        total = _moments(train, about["centres"])
+        total = _moments(train, spec, about["centres"])
     else:
         weights = (
             one_in_each(owner) if privacy is not None and privacy.unit == "client" else np.ones(train.height)
         )
-        parts = [histogram(columns.numbers(train, name).to_numpy(), weights) for name in about["columns"]]
+        parts = [histogram(spec.numbers(train, name).to_numpy(), weights) for name in about["columns"]]
         parts += [_level_counts(train[name], owner, levels) for name, levels in about["levels"].items()]
         total = torch.from_numpy(np.concatenate([np.zeros(0), *parts]))
     if privacy is not None:
@@ -123,11 +123,11 @@ def _noise(
     return drawn * noise_scale(privacy, count) / math.sqrt(among)
 
 
-def _moments(train: polars.DataFrame, centres: Mapping[str, Any]) -> Tensor:
+def _moments(train: polars.DataFrame, spec: TableSpec, centres: Mapping[str, Any]) -> Tensor:
     """Return sums of deviations from given centres in given units, and of their squares, of each column."""
     found = []
     for name, (centre, unit) in centres.items():
-        values = columns.numbers(train, name).drop_nulls().to_numpy()
+        values = spec.numbers(train, name).drop_nulls().to_numpy()
         away = (values - float(centre)) / float(unit)
         found += [away.sum(), np.square(away).sum()]
     return torch.tensor(found, dtype=torch.float64)

@@ -62,7 +62,7 @@ def noisy_statistics(
     scale = math.sqrt(len(names)) * accounting.noise_for(SHARE * settings.epsilon, SHARE * settings.delta, 1)
     found, warnings = {}, []
     for name in names:
-        values = columns.numbers(frame, name)
+        values = spec.numbers(frame, name)
         counts = histogram(values.to_numpy(), weights)
         counts = counts + scale * noise.normal(f"statistics of {name}", len(counts)).numpy()
         moments = moments_of(np.where(counts > STANDS_OUT * scale, counts, 0.0), int(values.null_count() > 0))

@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
+from coterie._core.amounts import size
 from coterie._core.errors import SettingError, nearest
-from coterie.report.numbers import show, size
+from coterie.report.numbers import show
 
 OTHERS = ("worst tenth", "new clients", "ahead", "behind", "gained", "lost", "traffic", "CPU s")
 

@@ -123,7 +123,8 @@ def _values(column: dict[str, Any], most: int = 5) -> str:
         text = f"mean {_short(column['mean'])}, sd {_short(column['sd'])}"
     else:
         levels = column["levels"]
-        text = f"{len(levels)} levels: {', '.join(levels[:most])}" + (", …" if len(levels) > most else "")
+        text = f"{len(levels)} level{'s' * (len(levels) > 1)}: {', '.join(levels[:most])}"
+        text += ", …" if len(levels) > most else ""
     return f"{text}; {column['why']}" if column["why"] else text
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from coterie._core.amounts import size
 from coterie.models.metrics import find
 from coterie.report.facts import RunFacts
 from coterie.report.gains import Scores
-from coterie.report.numbers import show, show_gain, size
+from coterie.report.numbers import show, show_gain
 from coterie.report.panels import SYMBOLS, Panel, Trace, axis, colour, line, numbers, plain
 
 NAMED = 40  # at most this many clients have their names on an axis

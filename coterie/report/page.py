@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from coterie._core import files, html
+from coterie._core.amounts import size
 from coterie._core.errors import SettingError
 from coterie.models.metrics import find
 from coterie.report import charts, collaboration, drift, summary
@@ -19,7 +20,7 @@ from coterie.report.client_pages import client_pages
 from coterie.report.differences import heterogeneity
 from coterie.report.facts import RunFacts, read_runs
 from coterie.report.gains import VERDICTS, Scores, scores
-from coterie.report.numbers import show, show_gain, size
+from coterie.report.numbers import show, show_gain
 from coterie.report.panels import Panel, numbers
 from coterie.report.pdf import find_browser, print_page
 from coterie.report.privacy_panels import privacy

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from coterie._core import systems
+from coterie._core.amounts import size
 from coterie.data.grouping import names_of
 from coterie.models.metrics import find
 from coterie.models.table_models import TABLE_MODELS
 from coterie.report.baseline import same_rows
 from coterie.report.facts import RunFacts
 from coterie.report.gains import Scores
-from coterie.report.numbers import count, listed, show, size
+from coterie.report.numbers import count, listed, show
 from coterie.select.verdict import Verdict
 
 GLOSSARY = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coterie._core.amounts import size
 from coterie.algorithms import Algorithm
 from coterie.select.advice import Advice
 from coterie.select.auto_ensemble import Finalists
@@ -59,7 +60,7 @@ def _race(race: Race) -> str:
     methods = dict.fromkeys(entrant.title for entrant in race.everybody)
     parts = [
         f"Then a race on validation rows: {len(race.everybody)} settings of {len(methods)} methods "
-        f"({', '.join(methods)}), {race.spent()} rounds and {race.megabytes():.3g} MB for all of them together."
+        f"({', '.join(methods)}), {race.spent()} rounds and {size(race.megabytes())} for all of them together."
     ]
     if len(race.feds) > 1:
         parts.append(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import coterie
 from coterie._core import broadcast, html
+from coterie._core.amounts import size
 from coterie._core.errors import SettingError, nearest
 from coterie.algorithms import Algorithm
 from coterie.engine.federation import Federation
@@ -500,7 +501,7 @@ class Run:
     def _repr_html_(self) -> str:
         """Return the metric of every client as HTML, for notebooks."""
         up, down = self.traffic()
-        cost = f"{self.deployed_round} rounds, {up + down:.3g} MB sent, {self.seconds:.1f} s"
+        cost = f"{self.deployed_round} rounds, {size(up + down)} sent, {self.seconds:.1f} s"
         head = html.paragraph(f"Run of {self.algorithm.name}: {cost}")
         found = self._main_scores()
         if found is None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 from scipy.special import expit, logsumexp
+from scipy.stats import norm
 
 from coterie import Federation, fit, models
 from coterie._core.errors import SettingError
@@ -414,3 +415,13 @@ def test_extras_have_names_and_are_in_no_score(kind, extras):
     ends = run.intervals(0.9).rows("0", torch.from_numpy(xs[0]))
     mean = np.exp(np.c_[xs[0], np.ones(6)] @ run.personal[0].numpy()[:2])
     assert (ends[:, 0].numpy() < mean).all() and (mean < ends[:, 1].numpy()).all()
+
+
+def test_intervals_are_as_wide_as_their_level_says():
+    draw = torch.Generator().manual_seed(4)
+    ys = [mean + torch.randn(6, generator=draw, dtype=torch.float64) for mean in (0.0, 1.0, 2.0, 5.0)]
+    xs = [torch.zeros(6, 1, dtype=torch.float64)] * 4
+    fed = Federation.from_arrays(xs, ys, models.linear(intercept=True))
+    run = fit(fed, make("hierarchical", grouping="one", effects="intercept"), rounds=1)
+    wide, narrow = (run.intervals(level).rows("2", xs[0]).diff(dim=-1) for level in (0.95, 0.5))
+    np.testing.assert_allclose((wide / narrow).numpy(), norm.ppf(0.975) / norm.ppf(0.75), rtol=1e-6)

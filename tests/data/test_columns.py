@@ -24,6 +24,8 @@ from coterie.data.column_readings import read
 from coterie.data.describe import describe
 from coterie.data.federated import Roles
 from coterie.data.preprocess import Preprocessor, local_statistics
+from coterie.deploy import descriptions
+from coterie.deploy.wire import WireError
 from coterie.train.export import export
 
 ROWS = 400
@@ -202,6 +204,12 @@ def test_formats(values: list[str], chosen: str | None, parsed: list[float]) -> 
         assert column_formats.parse(pl.Series(values), chosen).to_list() == pytest.approx(parsed)
 
 
+def test_a_time_with_a_zone_is_the_moment() -> None:
+    written = ["2024-03-01T01:30:00+02:00", "2024-02-29 18:30 -05:00", "2024-02-29T23:30:00Z"]
+    found = column_formats.parse(pl.Series(written), "yyyy-mm-dd").to_list()
+    assert found == pytest.approx([19783 - 0.5 / 24] * 3, rel=0, abs=1e-6)
+
+
 @settings(max_examples=40)
 @given(
     st.lists(st.datetimes(datetime(1950, 1, 1), datetime(2049, 12, 31)), min_size=25, max_size=40),
@@ -266,6 +274,24 @@ def test_a_description_says_what_is_a_bound_unreadable_or_left_out() -> None:
     assert found["code"]["used"] is False and "of one client only" in found["code"]["why"]
 
 
+def test_dates_are_described_as_dates_however_they_are_written() -> None:
+    moments = [datetime(2024, 1, 1) + timedelta(hours=5 * k) for k in range(ROWS)]
+    frame = hospital(
+        stamp=[f"{one:%Y-%m-%dT%H:%M:%SZ}" for one in moments], day=[f"{one:%d.%m.%Y}" for one in moments]
+    )
+    told = {one["column"]: one for one in describe(frame, tables.check(frame, "site", "sick"))["columns"]}
+    assert (told["stamp"]["read_as"], told["day"]["read_as"]) == ("date", "date dd.mm.yyyy")
+    assert (told["age"]["read_as"], told["cost"]["read_as"]) == ("number", "number $")
+    assert told["stamp"]["mean"] == pytest.approx(told["day"]["mean"], abs=1)
+
+
+def test_an_id_of_few_values_is_a_category_and_long_numbers_stay_apart() -> None:
+    wards = hospital(ward_id=[f"w{k % 7}" for k in range(ROWS)])
+    assert "ward_id" in tables.check(wards, "site", "sick").categories
+    long = tables.read({"site": ["90071992547409930001", "90071992547409930002"], "y": [0, 1]})
+    assert tables.by_client(long, "site")[1] == ["90071992547409930001", "90071992547409930002"]
+
+
 def test_a_format_is_remembered_for_new_rows(tmp_path: Path) -> None:
     run = coterie.fit(coterie.Federation.from_table(hospital(), "site", "sick"), "local", rounds=2)
     new = (
@@ -286,6 +312,81 @@ def test_a_target_of_whole_numbers_gets_a_hint(values: Any, hinted: bool) -> Non
     assert ("--task regression" in said) == hinted
     if hinted:
         assert "--task" not in " ".join(tables.check(frame, "site", "sick", task="regression").warnings)
+
+
+def euros(value: float) -> str:
+    return f"{value:,.2f} €".replace(",", "x").replace(".", ",").replace("x", ".")
+
+
+def test_a_target_that_is_written_as_amounts_is_a_quantity() -> None:
+    amounts = [400 + 7.35 * k for k in range(ROWS)]
+    plain = hospital(sick=amounts).drop("died")
+    written = plain.with_columns(sick=pl.Series([euros(value) for value in amounts]))
+    spec = tables.check(written, "site", "sick")
+    assert spec.task == "regression" and spec.formats["sick"] == "decimal comma €"
+    assert any("'sick' is read as a quantity, written as decimal comma €" in said for said in spec.warnings)
+    usual = tables.check(plain, "site", "sick")
+    assert (spec.numeric, spec.left_out) == (usual.numeric, usual.left_out)
+    one, other = (
+        Preprocessor.from_statistics(these, local_statistics(frame, these))
+        for these, frame in ((spec, written), (usual, plain))
+    )
+    one = Preprocessor.from_json(json.loads(json.dumps(one.to_json())))
+    assert one.encode_target(written).tolist() == pytest.approx(other.encode_target(plain).tolist())
+    assert one.encode_target(written[200:201]).tolist() == pytest.approx(
+        other.encode_target(plain[200:201]).tolist()
+    )
+    assert describe(written, spec)["per_client"][0]["target_mean"] == pytest.approx(
+        describe(plain, usual)["per_client"][0]["target_mean"]
+    )
+    assert tables.check(written[:300], "site", "sick", task="classification").task == "multiclass"
+
+
+def test_nodes_agree_on_how_a_target_is_written() -> None:
+    written = hospital(sick=[euros(400 + 7.35 * k) for k in range(ROWS)]).drop("died")
+    roles = Roles("site", "sick")
+    told = {part["site"][0]: federated.describe(part, roles, "x") for part in parts(written)}
+    told = json.loads(json.dumps(told))
+    assert federated.merge(told, roles) == tables.check(written, "site", "sick")
+    for one in told.values():
+        descriptions.require(one)
+    told["h3"]["target"]["formats"] = ["number $"]
+    notes: list[str] = []
+    assert "h3" not in descriptions.agreed(told, {}, roles, notes.append)
+    assert notes == [
+        "h3 is left out: its target 'sick' is written as number $, and as decimal comma € at most nodes"
+    ]
+    told["h3"]["target"]["formats"] = ["evil"]
+    with pytest.raises(WireError, match="formats of the target"):
+        descriptions.require(told["h3"])
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "said"),
+    [
+        (["10 %", "20 %", "30 %"], "multiclass", ""),
+        (["10 %", "20 %", "30 %", "40 %", "50 %"], "multiclass", "5 whole numbers"),
+        (
+            [*(str(k) for k in range(30)), "7 days"],
+            "multiclass",
+            "31 classes, because 12 values are not written as",
+        ),
+        (["<50", ">=50", ">90"], "multiclass", ""),
+        (["31.12.2023 8:30", "01.02.2024 9:15", "15.06.2024 23:59"], "regression", "dd.mm.yyyy"),
+        (["1,005", "2,310.5", "950"], "regression", "number"),
+        (["1,005", "2,000e100", "9,999"], "regression", "number"),
+        (["<0.3", "1,005", "7.25", "12"], "regression", "number, 100 of them bounds such as <0.3"),
+    ],
+)
+def test_text_in_a_target_is_classes_unless_a_format_reads_all(
+    values: list[str], task: str, said: str
+) -> None:
+    spec = tables.check(
+        hospital(sick=[values[k % len(values)] for k in range(ROWS)]).drop("died"), "site", "sick"
+    )
+    assert spec.task == task
+    about = [one for one in spec.warnings if "Target column" in one]
+    assert said in " ".join(about) and bool(about) == bool(said)
 
 
 def test_years_of_a_panel_are_no_identifier_and_numbers_that_are_all_there_is_are_used() -> None:

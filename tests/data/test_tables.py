@@ -189,6 +189,12 @@ def test_warnings() -> None:
     ]
 
 
+def test_clients_that_differ_in_case_alone_are_named() -> None:
+    frame = table(client=["North", "north", "South"] * 4, x=list(range(12)), y=["p", "q"] * 6)
+    said = "Clients that differ in upper and lower case alone count as different: 'North', 'north'."
+    assert said in tables.check(frame, "client", "y").warnings
+
+
 def test_warnings_stay_short() -> None:
     rows = {
         "client": [f"c{row:02}" for row in range(30)],

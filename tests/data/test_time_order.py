@@ -13,6 +13,7 @@ import coterie
 from coterie._core.errors import DataError, SettingError
 from coterie.data.time_order import cuts, split_in_time, windows
 from coterie.engine.resplit import AllRows
+from coterie.report.drift import _errors as errors_over_time
 from coterie.select.divisions import divisions
 from coterie.train.drift import Drift
 
@@ -111,6 +112,13 @@ def test_drift_is_named_where_there_is_some_and_not_where_there_is_none(tmp_path
     page = coterie.report.write_report([tmp_path / "run1.5"], by=["z"])
     text = page.read_text(encoding="utf-8")
     assert "Errors over time" in text and "Inputs that have moved" in text and "--time day" in text
+
+
+def test_clients_whose_errors_rise_most_come_first() -> None:
+    names = ["still", "worse", "better"]
+    drift = Drift(names, [1.0, 1.0, 1.0], [[1.0] * 4, [1.0, 2.0, 3.0, 4.0], [0.5] * 4], [], 6, 0.4, 1.0)
+    panel = errors_over_time(drift)
+    assert [row[0] for row in panel.rows] == ["worse", "still", "better"]
 
 
 def test_drift_is_claimed_no_more_often_than_promised() -> None:

@@ -48,8 +48,8 @@ def table(rows: int = 60) -> polars.DataFrame:
 class Post:
     """Carries messages at once and keeps what the server received; nodes in `mute` do not answer."""
 
-    def __init__(self, folder, policy: Policy = TRUSTING):
-        frame = table()
+    def __init__(self, folder, policy: Policy = TRUSTING, frame: polars.DataFrame | None = None):
+        frame = table() if frame is None else frame
         self.nodes = {
             name: NodeService(frame.filter(polars.col("site") == f"s{k}"), folder / name, policy=policy)
             for k, name in enumerate(NODES)
@@ -81,6 +81,30 @@ def test_the_encoding_is_that_of_plain_statistics(tmp_path):
         assert abs(left.mean - right.mean) <= 1e-6 * left.sd, left.name
         assert right.sd == pytest.approx(left.sd, rel=1e-6), left.name
     assert one.choices == other.choices
+
+
+def test_columns_are_read_as_they_are_written(tmp_path):
+    pressure = [None if value is None else f"{value:.1f} %" for value in table()["pressure"]]
+    frame = table().with_columns(polars.Series("pressure", pressure))
+    plain, hidden = (
+        Preprocessor.from_json(Post(tmp_path / str(secure), frame=frame).plan(secure=secure).preprocessor)
+        for secure in (False, True)
+    )
+    assert hidden.spec.formats == plain.spec.formats == {"pressure": "number %"}
+    left, right = (next(one for one in found.scales if one.name == "pressure") for found in (plain, hidden))
+    assert right.mean == pytest.approx(left.mean, abs=1e-6 * left.sd) and right.sd == pytest.approx(left.sd)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_target_is_read_as_it_is_written(tmp_path, monkeypatch, secure):
+    monkeypatch.setitem(globals(), "ROLES", Roles("site", "cost"))
+    cost = [1000 + 3.5 * k for k in range(300)]
+    frame = table().drop("sick").with_columns(cost=polars.Series([f"$ {value:,.2f}" for value in cost]))
+    found = Preprocessor.from_json(Post(tmp_path, frame=frame).plan(secure=secure).preprocessor)
+    assert found.spec.task == "regression" and found.spec.formats == {"cost": "number $"}
+    encoded = found.encode_target(frame).numpy()
+    assert encoded * found.target_sd + found.target_mean == pytest.approx(cost)
+    assert 1400 < found.target_mean < 1650 and 270 < found.target_sd < 340
 
 
 def test_nothing_of_a_single_node_arrives(tmp_path):

@@ -50,6 +50,17 @@ def test_units_are_found(unit):
     assert not found.by_client.names
 
 
+def test_columns_are_read_as_they_are_written():
+    plain = frame(rows=400)
+    written = plain.with_columns(
+        age=polars.Series([f"{value:.1f} %" for value in plain["age"]]),
+        y=polars.Series([f"$ {value:,.2f}" for value in 1000 * plain["y"]]),
+    )
+    spec = tables.check(written, "who", "y")
+    found, _ = noisy_statistics(written, spec, "who", Privacy(1e4, 1e-3, "row"), Noise(b"u" * 32))
+    assert 30 < found.numeric["age"].mean < 70 and 3e4 < found.target.mean < 7e4
+
+
 def test_what_does_not_stand_out_keeps_its_units():
     table = frame(rows=30, clients=3)
     spec = tables.check(table, "who", "y")

@@ -195,6 +195,18 @@ def test_quick_run_writes_everything(tiny: Path) -> None:
 
 
 @pytest.mark.slow
+def test_only_a_check_ends_with_1_where_a_row_is_not_ok(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ok in (True, False):
+        result = types.SimpleNamespace(ok=ok, table=lambda: "table", json=dict)
+        monkeypatch.setattr(
+            "coterie.cli.catalogue.run_experiment", lambda name, result=result, **rest: result
+        )
+        assert command("reproduce", "tiny").code == 0
+        assert command("reproduce", "tiny", "--check").code == (0 if ok else 1)
+
+
 def test_parallel_is_sequential(tiny: Path) -> None:
     tiny.write_text(TINY.replace("seeds = [0, 1]", "seeds = [1]"))
     alone, together = run(tiny, out=tiny.parent / "a"), run(tiny, out=tiny.parent / "b", jobs=2)

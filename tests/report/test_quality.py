@@ -51,6 +51,14 @@ def held(folders: dict[str, Path], kind: str) -> HeldOut:
     return found
 
 
+def test_accuracy_of_a_group_is_that_at_the_threshold(folders: dict[str, Path]) -> None:
+    one = held(folders, "binary")
+    rows = np.arange(len(one.target))
+    for threshold in (0.1, 0.5, 0.9):
+        right = (one.output[:, 1] >= threshold) == (one.target == 1)
+        assert fairness.served(one, "all", rows, threshold).value == pytest.approx(right.mean())
+
+
 @pytest.mark.parametrize("kind", ["binary", "multiclass", "regression"])
 def test_held_out_rows_are_the_test_rows_with_their_predictions(folders: dict[str, Path], kind: str) -> None:
     one, run = held(folders, kind), coterie.load(folders[kind] / "ditto")

@@ -79,6 +79,10 @@ def test_who_claims_endless_noise_agrees_with_nobody():
     assert float(shared_noise(honest, rows, liar, rows)) == 2.0
     assert float(evidence(torch.tensor(100.0), shared_noise(honest, rows, liar, rows))) < 0
     assert float(shared_noise(honest, rows, torch.tensor(-5.0), rows)) == 0.0
+    few, many = torch.tensor(10.0), torch.tensor(40.0)  # one variance of a row, 8 or 20, behind both means
+    assert float(shared_noise(torch.tensor(0.8), few, torch.tensor(0.5), many)) == pytest.approx(
+        8 * (1 / 10 + 1 / 40)
+    )
 
 
 def test_the_bar_never_falls_below_where_pooling_pays_and_rises_with_choice():

@@ -11,6 +11,7 @@ from coterie._core.errors import DataError, SettingError
 from coterie.data.generate import hierarchical_linear
 from coterie.theory.deviance_search import lowest
 from coterie.theory.mixed_likelihood import deviance, maximum_likelihood
+from coterie.theory.robust import on_another_scale
 from coterie.theory.variance_components import (
     Sums,
     moments,
@@ -202,3 +203,11 @@ def test_a_search_turns_back_where_matrices_are_singular():
 
     point, _ = lowest(deviance, torch.tensor([-6.0]).double(), None, [(-9.0, 9.0)])
     assert abs(float(point[0]) - 3) < 1e-3
+
+
+def test_where_many_clients_are_on_another_scale_none_is() -> None:
+    """Features that only some clients have say much there, and nothing elsewhere; that is no error of units."""
+    for odd, named in ((0, 0), (2, 2), (3, 0), (4, 0)):
+        squares = torch.full((8, 2), 10.0)
+        squares[:odd, 0] = 1e7
+        assert int(on_another_scale(squares, torch.full((8, 1), 20.0)).sum()) == named
