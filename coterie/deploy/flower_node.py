@@ -22,7 +22,8 @@ from coterie.deploy.flower_link import QUIET, missing
 
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
 WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
-HEARTBEAT, BEATS = 10.0, 5.0  # seconds: Flower's shortest, of which two may pass, and after which we beat
+HEARTBEAT, BEATS = 15.0, 7.0  # seconds that we promise Flower, of which two may pass, and after which we beat
+ANSWERS_WITHIN = 120.0  # seconds; an answer that a busy server gives after its node has gone is lost
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
 NODE_ID = "node-id"
 
@@ -94,6 +95,7 @@ class Link:
                 f"{'http' if tls is None else 'https'}://{self.address}",
                 interceptors=[version, private.NodeAuthHttpInterceptor(key, public)],
                 verify=False if tls is None else tls,
+                timeout=ANSWERS_WITHIN,
             )
         except ImportError as problem:
             raise missing(problem) from None
