@@ -33,7 +33,7 @@ AT_ONCE, AT_ONCE_EACH = 8, 4  # requests of all nodes, and of each, that Flower 
 BEAT = "/v1/fleet/send-node-heartbeat"
 MOST_LISTENERS = 4096
 TASK_TOKEN = b"flwr-task-token"
-LARGE = ("/v1/fleet/push-object", "/v1/fleet/push-messages")
+LARGE = "/v1/fleet/push-object"  # what announces a message has names of its parts only
 OBSERVE = ("/v1/control/list-runs", "/v1/control/list-nodes")  # what an observer's token opens
 
 Keys = Callable[[], Mapping[bytes, str | None]]
@@ -191,7 +191,7 @@ class Gate:
         """Return status and reason if a request is refused, else None."""
         path, headers = scope["path"], dict(scope["headers"])
         if path.startswith("/v1/fleet/"):
-            most = self.most_bytes if path in LARGE else MOST_SMALL_BYTES
+            most = self.most_bytes if path == LARGE else MOST_SMALL_BYTES
             length = headers.get(b"content-length", b"")
             if not length.isdigit() or len(length) > 12 or int(length) > most:
                 return 413, f"Content-Length is required, and at most {most}"
