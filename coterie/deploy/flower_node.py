@@ -24,7 +24,7 @@ from coterie.deploy.flower_link import QUIET, missing
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
 WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
 HEARTBEAT, BEATS = 15.0, 7.0  # seconds that we promise Flower, of which two may pass, and after which we beat
-ANSWERS_WITHIN = 120.0  # seconds; an answer that a busy server gives after its node has gone is lost
+ANSWERS_WITHIN = 60.0  # seconds; an answer that a busy server gives after its node has gone is lost
 MOST_PARTS = 4096  # of a message: each takes a request
 MOST_RESPONSE_BYTES = 256 << 20  # of one request; large tensors come in pieces
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
