@@ -241,6 +241,8 @@ def let_go(client: Any, node: Any, about: Any) -> None:
 def received(client: Any, node: Any, about: Any, tree: Any, wait: float) -> Any:
     """Return the whole message that was announced, or raise `ObjectPullError`.
 
+    A message of very many parts is refused: small ones would take its receiver hours.
+
     Parameters
     ----------
     client, node
@@ -252,6 +254,9 @@ def received(client: Any, node: Any, about: Any, tree: Any, wait: float) -> Any:
     """
     pull = private.make_pull_object_fn_protobuf(client.PullObject, node, about.run_id)
     ids = list(dict.fromkeys(part.object_id for part in private.iterate_object_tree(tree)))
+    if len(ids) > MOST_PARTS:
+        let_go(client, node, about)
+        raise private.ObjectPullError(about.message_id, f"a message of {len(ids)} parts is refused")
     parts = pulled(ids, pull, wait)
     let_go(client, node, about)
     try:
@@ -268,10 +273,7 @@ def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: 
     """Return the parts of a message, waiting at most `wait` seconds for those on their way.
 
     Flower by itself looks again after a second, and for three minutes where a sender has stopped in the middle.
-    A message of very many parts is refused: small ones would take its receiver hours.
     """
-    if len(object_ids) > MOST_PARTS:
-        raise private.ObjectPullError(object_ids[0], f"a message of {len(object_ids)} parts is refused")
     found: dict[str, bytes] = private.pull_objects(
         object_ids,
         pull_object_fn,

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,12 +98,15 @@ def test_errors_of_a_server_command_no_terminal(link: Link) -> None:
 
 
 def test_a_node_does_not_fetch_a_message_of_very_many_parts() -> None:
-    fetched: list[str] = []
+    from flwr.proto.message_pb2 import ObjectTree
 
-    def pull(name: str) -> bytes:
-        fetched.append(name)
-        return b"x"
-
+    asked: list[str] = []
+    client = SimpleNamespace(
+        PullObject=lambda request: asked.append("part"),
+        ConfirmMessageReceived=lambda request: asked.append("let go"),
+    )
+    tree = ObjectTree(object_id="f" * 64)
+    tree.children.extend(ObjectTree(object_id=f"{k:064x}") for k in range(99_999))
     with pytest.raises(flower_private.ObjectPullError, match="100000 parts is refused"):
-        flower_node.pulled([f"{k:064x}" for k in range(100_000)], pull, 10.0)
-    assert not fetched
+        flower_node.received(client, None, SimpleNamespace(run_id=1, message_id="f" * 64), tree, 10.0)
+    assert asked == ["let go"]

@@ -168,7 +168,8 @@ class TestAnswersOverFlower:
         tree = ObjectTree(object_id=whole.metadata.message_id)
         tree.children.extend(ObjectTree(object_id=f"{k:064x}") for k in range(10_000))
         found, link = self.fetched((whole, tree, parts), self.announced(self.message("b", 8)))
-        assert "10001 parts" in str(found["a"]) and found["b"] == b"an answer" and len(link.tried) == 3
+        assert "10001 parts" in str(found["a"]) and found["b"] == b"an answer"
+        assert len(link.tried) == 3 and whole.metadata.message_id in link.let_go
 
     def test_errors_of_the_superlink_are_said(self) -> None:
         from flwr.app import Error
