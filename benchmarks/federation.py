@@ -145,37 +145,66 @@ def running(
         yield opened, pids
 
 
-def train(opened: FederationFolder, rounds: int, watch: Any) -> Path:
+def train(opened: FederationFolder, rounds: int, watch: Any, **more: Any) -> Path:
     """Run FedAvg on all nodes and return the job."""
     plan = {"rounds": rounds, "select": "last", "checkpoint_every": 0, "evaluate_every": 0}
-    made = federation_folder.start(opened, make("fedavg"), "long", plan, deadline=900.0, patience=900.0)
+    made = federation_folder.start(
+        opened, make("fedavg"), "long", plan, deadline=900.0, patience=900.0, **more
+    )
     federation_folder.follow(made, watch, limit=900.0)
     return made
 
 
-def nodes(count: int, rounds: int) -> dict[str, Any]:
+def nodes(count: int, rounds: int, secure: bool) -> dict[str, Any]:
     """Measure a run with many nodes."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
         with running(Path(folder) / "many", count, True) as (opened, pids):
             came = time.monotonic() - begun
-            idle = megabytes(pids["server"])
-            most = [idle]
-            made = train(opened, rounds, lambda told: most.append(megabytes(pids["server"])))
+            before = {name: megabytes(pid) for name, pid in pids.items()}
+            marks = Marks(pids)
+            started = time.monotonic()
+            made = train(opened, rounds, marks, secure=secure)
+            ended = time.monotonic() - started
             told = federation_folder.progress(made)
             result = json.loads((opened.path / "runs" / "long" / "result.json").read_text())
             return {
                 "nodes": count,
-                "rounds": rounds,
-                "all connected after": round(came, 1),
-                "seconds a round": round(told["seconds"] / rounds, 2),
+                "secure sums": secure,
+                "seconds until all were connected": round(came, 1),
+                "seconds of the whole run": round(ended, 1),
+                **marks.found(),
                 "answers missed": len(result["left_out"]),
                 "models at nodes": len(told["models_at"]),
-                "MB of the server, idle": round(idle),
-                "MB of the server and the job, most": round(max(most)),
                 "processes of nodes": len(family(pids["nodes"])) - 1,
-                "MB of the nodes": round(megabytes(pids["nodes"])),
+                "MB before the run": {name: round(value) for name, value in before.items()},
+                "MB after the run": {name: round(megabytes(pid)) for name, pid in pids.items()},
             }
+
+
+class Marks:
+    """Seconds and processor seconds from the first to the last round that was seen."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self.pids = pids
+        self.seen: list[tuple[int, float, dict[str, float]]] = []
+
+    def __call__(self, told: dict[str, Any]) -> None:
+        """Look at a run's progress."""
+        t = told.get("round", 0)
+        if t and (not self.seen or t > self.seen[-1][0]):
+            self.seen.append((t, float(told["seconds"]), processor_seconds(self.pids)))
+
+    def found(self) -> dict[str, Any]:
+        """Return what a round took."""
+        (first, began, before), (last, ended, after) = self.seen[0], self.seen[-1]
+        return {
+            "rounds": last,
+            "seconds a round": round((ended - began) / (last - first), 2),
+            "processor seconds a round": {
+                part: round((after[part] - before[part]) / (last - first), 2) for part in after
+            },
+        }
 
 
 def forks(count: int) -> dict[str, Any]:
@@ -311,26 +340,19 @@ def network(count: int, rounds: int) -> dict[str, Any]:
     model, algorithm = models.mlp((2560, 2560)), make("fedavg", lr=0.01, steps=5, batch=32)
     with tempfile.TemporaryDirectory() as folder:
         with running(Path(folder) / "network", count, False, models=("mlp",), guard=False) as (opened, pids):
-            seen: list[tuple[int, float, dict[str, float]]] = []
-
-            def watch(told: dict[str, Any]) -> None:
-                t = told.get("round", 0)
-                if t and (not seen or t > seen[-1][0]):
-                    seen.append((t, float(told["seconds"]), processor_seconds(pids)))
-
+            marks = Marks(pids)
             plan = {"rounds": rounds, "select": "last", "checkpoint_every": 0, "evaluate_every": 0}
             plan |= {"aggregate": "mean"}
             more = {"model": "mlp", "described": description(model), "deadline": 900.0, "patience": 900.0}
             made = federation_folder.start(opened, algorithm, "network", plan, **more)
-            federation_folder.follow(made, watch, limit=900.0)
+            federation_folder.follow(made, marks, limit=900.0)
             missed = json.loads((opened.path / "runs" / "network" / "result.json").read_text())["left_out"]
-    (first, began, before), (last, ended, after) = seen[0], seen[-1]
     rows = polars.concat(
         [table(k).with_columns(polars.lit(f"n{k:03d}").alias("client")) for k in range(count)]
     )
     torch.set_num_threads(1)
     fed = Federation.from_table(rows, "client", "y", model=model)
-    marks: list[tuple[float, float]] = []
+    alone_at: list[tuple[float, float]] = []
     fit(
         fed,
         algorithm,
@@ -338,22 +360,19 @@ def network(count: int, rounds: int) -> dict[str, Any]:
         evaluate_every=0,
         score_test=False,
         aggregate="mean",
-        watch=lambda t, total: marks.append((time.monotonic(), time.process_time())),
+        watch=lambda t, total: alone_at.append((time.monotonic(), time.process_time())),
     )
-    alone = [(marks[-1][k] - marks[0][k]) / (rounds - 1) for k in (0, 1)]
-    sent = loopback_seconds(fed.d * fed.dtype.itemsize, 2 * count)
+    alone = [(alone_at[-1][k] - alone_at[0][k]) / (rounds - 1) for k in (0, 1)]
+    found, sent = marks.found(), loopback_seconds(fed.d * fed.dtype.itemsize, 2 * count)
     return {
         "parameters": fed.d,
         "MB of a model": round(fed.d * fed.dtype.itemsize / 1e6, 1),
         "answers missed": len(missed),
-        "seconds a round on nodes": round((ended - began) / (last - first), 2),
-        "processor seconds a round": {
-            part: round((after[part] - before[part]) / (last - first), 2) for part in after
-        },
+        **found,
         "seconds a round in one process": round(alone[0], 2),
         "processor seconds a round in one process": round(alone[1], 2),
         "seconds of its bytes over loopback": round(sent, 2),
-        "ratio": round((ended - began) / (last - first) / (alone[0] + sent), 2),
+        "ratio": round(found["seconds a round"] / (alone[0] + sent), 2),
     }
 
 
@@ -367,6 +386,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--every", type=int, default=500, help="rounds between two looks at memory")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which a long run is stopped")
+    parser.add_argument("--secure", action="store_true", help="secure sums in `nodes`")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--names", nargs="*", default=[])
@@ -375,7 +395,7 @@ def main() -> None:
         hold(asked.folder, asked.names)
     found: Any
     if asked.what == "nodes":
-        found = nodes(asked.nodes, asked.rounds)
+        found = nodes(asked.nodes, asked.rounds, asked.secure)
     elif asked.what == "network":
         found = network(asked.nodes, asked.rounds)
     elif asked.what == "forks":

@@ -19,11 +19,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from coterie._core.errors import RunError
+from coterie._core.printable import printable
 from coterie.deploy import audit, keys, wire
 from coterie.deploy import flower_private as private
 from coterie.deploy.audit import AuditLog
 from coterie.deploy.flower_link import leave_with_parent
-from coterie.deploy.flower_node import KIND, content, pulled, records, reply_to
+from coterie.deploy.flower_node import KIND, content, let_go, received, records, reply_to
 from coterie.deploy.gate import OPERATOR_HEADER
 from coterie.deploy.job import work
 from coterie.deploy.node_service import NodeService
@@ -31,7 +32,6 @@ from coterie.deploy.policy import Policy
 from coterie.deploy.transport import Undelivered
 from coterie.models.installed import install
 
-http_grid: Any = private.http_grid  # one of its names is replaced
 BATCH, TRIES = 20, 5  # messages that are posted together, and how often if that fails
 client = ClientApp()
 server = ServerApp()
@@ -125,17 +125,25 @@ class FlowerTransport:
         """Return the answers that have arrived, waiting at most `wait` seconds for parts on their way."""
         found: dict[str, wire.Content | Undelivered] = {}
         end = time.monotonic() + wait
-        # The grid has no limit of its own for an answer whose parts do not come.
-        http_grid.pull_objects = lambda **parts: pulled(**parts, wait=end - time.monotonic())
-        for message in self.grid.pull_messages(list(tickets)):
-            ticket = message.metadata.reply_to_message_id
+        client, node = private.runtime_of(self.grid)
+        response = client.PullMessages(private.PullAppMessagesRequest(message_ids=list(tickets)))
+        for announced, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            # What counts is what the SuperLink says of an answer; a node writes the answer itself.
+            message = private.message_from_proto(announced)
+            about = message.metadata
+            ticket = about.reply_to_message_id
             asked = self._to.pop(ticket, None)
-            if message.has_error():
-                found[ticket] = Undelivered(f"{message.error.reason} (Flower error {message.error.code})")
-            elif message.metadata.src_node_id != asked:
-                found[ticket] = Undelivered("the reply came from another node")
-            else:
-                found[ticket] = content(message)
+            try:
+                if message.has_error():
+                    let_go(client, node, about)
+                    found[ticket] = Undelivered(f"{message.error.reason} (Flower error {message.error.code})")
+                elif about.src_node_id != asked:
+                    let_go(client, node, about)
+                    found[ticket] = Undelivered("the reply came from another node")
+                else:
+                    found[ticket] = content(received(client, node, about, tree, end - time.monotonic()))
+            except private.ObjectPullError as problem:
+                found[ticket] = Undelivered(str(problem))
         return found
 
     def _signed_in(self, wanted: Collection[str]) -> dict[str, int]:
@@ -225,7 +233,7 @@ class Operator:
         try:
             yield control
         except httpx.HTTPStatusError as problem:
-            text = " ".join(problem.response.text.split())[:300]
+            text = printable(" ".join(problem.response.text.split()))
             raise RunError(f"the SuperLink at {self.address} rejected the request: {text}") from None
         except httpx.HTTPError as problem:
             raise RunError(

@@ -9,6 +9,7 @@ import ssl
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from coterie._core import extras, systems
 from coterie._core.errors import CoterieError
@@ -16,6 +17,13 @@ from coterie.deploy import flower_private as private
 from coterie.deploy import keys
 from coterie.deploy.gate import MOST_BYTES, Gate, Keys
 
+KEEP_ALIVE = 30  # seconds that a connection may be idle; opening one costs more than a request
+CONTROL = "/v1/control/"
+APART = (
+    "Control",
+    "FleetEventLog",
+    "RuntimeTracing",
+)  # layers of operators' requests, and of logs that are off
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", **private.CHUNKS}
 
 
@@ -70,6 +78,7 @@ def serve(
     superlink.get_popen_detach_kwargs = systems.apart  # Flower's would try to reach a dead parent for ever
     config = dataclasses.replace(superlink._parse_superlink_lifespan_config(), enable_supernode_auth=True)
     app = create_app(config, superlink.SuperLinkLifespan)
+    app.add_middleware(Shortcut, short=without(app, APART))
     app.add_middleware(
         Gate, token=tokens[0], observer=tokens[1], ready=ready, nodes=nodes, most_bytes=most_bytes
     )
@@ -83,6 +92,7 @@ def serve(
         ws="none",
         log_level="error",
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
         limit_concurrency=MOST_CONNECTIONS,
@@ -92,6 +102,27 @@ def serve(
         ssl_ca_certs=None if insecure else str(folder / "ca.crt"),
     )
     PatientServer(server).run()
+
+
+def without(app: Any, layers: tuple[str, ...]) -> Any:
+    """Return what handles the requests of a web application, without layers whose names begin so."""
+    every = app.user_middleware
+    app.user_middleware = [layer for layer in every if not layer.cls.__name__.startswith(layers)]
+    short = app.build_middleware_stack()
+    app.user_middleware = every
+    return short
+
+
+class Shortcut:
+    """Middleware that leads all but operators' requests past layers that do nothing for them, in half the time."""
+
+    def __init__(self, app: Any, short: Any) -> None:
+        self.app, self.short = app, short
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on."""
+        long = scope["type"] != "http" or scope["path"].startswith(CONTROL)
+        await (self.app if long else self.short)(scope, receive, send)
 
 
 def leave_with_parent() -> None:

@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from coterie._core.errors import CoterieError
+from coterie._core.printable import printable
 from coterie.deploy import flower_private as private
 from coterie.deploy import keys, wire
 from coterie.deploy.flower_link import QUIET, missing
 
 BUSY_POLL, IDLE_POLL = 0.05, 1.0  # seconds between looks for messages, after one and when nothing happens
 WAS_KEPT_WAITING = 0.5  # seconds; a server of ours answers when there is something, and nobody need hurry
-HEARTBEAT, BEATS = 10.0, 5.0  # seconds: Flower's shortest, of which two may pass, and after which we beat
+HEARTBEAT, BEATS = 15.0, 7.0  # seconds that we promise Flower, of which two may pass, and after which we beat
+ANSWERS_WITHIN = 60.0  # seconds; an answer that a busy server gives after its node has gone is lost
+MOST_PARTS = 4096  # of a message: each takes a request
+MOST_RESPONSE_BYTES = 256 << 20  # of one request; large tensors come in pieces
 RETRY = 2.0  # seconds before a server that cannot be reached is tried again
 NODE_ID = "node-id"
 
@@ -94,9 +98,11 @@ class Link:
                 f"{'http' if tls is None else 'https'}://{self.address}",
                 interceptors=[version, private.NodeAuthHttpInterceptor(key, public)],
                 verify=False if tls is None else tls,
+                timeout=ANSWERS_WITHIN,
             )
         except ImportError as problem:
             raise missing(problem) from None
+        private.http_of(client).event_hooks = {"response": [require_plain]}
         with client:
             fleet = Fleet(client, _public(public), self.key.parent / NODE_ID)
             fleet.activate()
@@ -179,19 +185,10 @@ class Fleet:
     def _received(self, announced: Any, tree: Any) -> Any:
         """Return the whole message, or None if it was withdrawn meanwhile."""
         about = private.message_from_proto(announced).metadata
-        pull = private.make_pull_object_fn_protobuf(self.client.PullObject, self.node, about.run_id)
-        ids = list(dict.fromkeys(part.object_id for part in private.iterate_object_tree(tree)))
         try:
-            parts = pulled(ids, pull, about.ttl)
+            return received(self.client, self.node, about, tree, about.ttl)
         except private.ObjectPullError:
             return None
-        confirm = private.make_confirm_message_received_fn_protobuf(
-            self.client.ConfirmMessageReceived, self.node, about.run_id
-        )
-        confirm(about.message_id)
-        message: Any = private.inflate_object_from_contents(about.message_id, parts)
-        message.metadata.__dict__["_message_id"] = about.message_id
-        return message
 
     def _send(self, message: Any, answer: wire.Content) -> None:
 
@@ -213,6 +210,63 @@ class Fleet:
             for name, part in private.get_all_nested_objects(reply).items():
                 if name in wanted:
                     push(name, part.deflate())
+
+
+def require_plain(response: Any) -> None:
+    """Raise unless a response of the server is what it says, before its body is read.
+
+    A server that was taken over would send a node to other machines of its network, or fill its memory.
+    """
+    import httpx
+
+    length = response.headers.get("content-length", "")
+    if response.has_redirect_location:
+        problem = "leads elsewhere"
+    elif "content-encoding" in response.headers:
+        problem = "is compressed"
+    elif not length.isdecimal() or len(length) > 12 or int(length) > MOST_RESPONSE_BYTES:
+        problem = f"does not say that it has at most {MOST_RESPONSE_BYTES} bytes"
+    else:
+        return
+    raise httpx.RemoteProtocolError(f"an answer of the server is refused: it {problem}")
+
+
+def let_go(client: Any, node: Any, about: Any) -> None:
+    """Tell the server that it need not keep a message any longer."""
+    private.make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, about.run_id)(
+        about.message_id
+    )
+
+
+def received(client: Any, node: Any, about: Any, tree: Any, wait: float) -> Any:
+    """Return the whole message that was announced, or raise `ObjectPullError`.
+
+    A message of very many parts is refused: small ones would take its receiver hours.
+
+    Parameters
+    ----------
+    client, node
+        Flower's client of the Fleet or Runtime API, and for whom it asks.
+    about, tree
+        Metadata of the message, and the names of its parts.
+    wait
+        Seconds to wait at most for parts on their way.
+    """
+    pull = private.make_pull_object_fn_protobuf(client.PullObject, node, about.run_id)
+    ids = list(dict.fromkeys(part.object_id for part in private.iterate_object_tree(tree)))
+    if len(ids) > MOST_PARTS:
+        let_go(client, node, about)
+        raise private.ObjectPullError(about.message_id, f"a message of {len(ids)} parts is refused")
+    parts = pulled(ids, pull, wait)
+    let_go(client, node, about)
+    try:
+        message = private.inflate_object_from_contents(about.message_id, parts)
+        message.metadata.__dict__["_message_id"] = about.message_id
+    except Exception as problem:  # the sender wrote them
+        raise private.ObjectPullError(
+            about.message_id, f"its parts are not those of a message ({type(problem).__name__})"
+        ) from None
+    return message
 
 
 def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes], wait: float) -> dict[str, bytes]:
@@ -309,4 +363,4 @@ def _reason(problem: Exception) -> str:
     """Return in one line what went wrong."""
     response = getattr(problem, "response", None)
     text = getattr(response, "text", "") if response is not None else ""
-    return " ".join(f"{text or problem}".split())[:300] or type(problem).__name__
+    return printable(" ".join(f"{text or problem}"[:1000].split())) or type(problem).__name__

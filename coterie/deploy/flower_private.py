@@ -30,6 +30,7 @@ WHERE = {
     ),
     "flwr.proto.heartbeat_pb2": ("SendNodeHeartbeatRequest",),
     "flwr.proto.node_pb2": ("Node",),
+    "flwr.proto.runtime_pb2": ("PullAppMessagesRequest",),
     "flwr.supercore.control": ("ControlHttpClient",),
     "flwr.supercore.fab": ("Fab",),
     "flwr.supercore.inflatable.inflatable_object": (
@@ -57,7 +58,6 @@ WHERE = {
     "flwr.supernode.node_auth_http_interceptor": ("NodeAuthHttpInterceptor",),
 }
 MODULES = {  # modules of which a name is replaced, and the names that we use of them
-    "http_grid": ("flwr.superlink.grid.http_grid", ("pull_objects",)),
     "superlink": (
         "flwr.superlink.cli.flower_superlink",
         ("get_popen_detach_kwargs", "_parse_superlink_lifespan_config", "SuperLinkLifespan"),
@@ -77,6 +77,16 @@ def __getattr__(name: str) -> Any:
     if found is None:
         raise ImportError(f"{PARTS[name]} has no {name}")
     return found
+
+
+def http_of(client: Any) -> Any:
+    """Return the `httpx.Client` of a client of Flower's."""
+    return client._client
+
+
+def runtime_of(grid: Any) -> tuple[Any, Any]:
+    """Return a grid's client of the Runtime API, and for whom it asks."""
+    return grid._runtime_client, grid.node
 
 
 def missing_parts() -> list[str]:

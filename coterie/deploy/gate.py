@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import datetime
 import hmac
 import ipaddress
@@ -27,13 +28,12 @@ MOST_REQUESTS = 60_000  # of one node within the signature window
 BODY_SECONDS, BODY_RATE = 30.0, 1e5  # a body may take so long, and a second more for so many bytes
 HOLD_NODE, HOLD_SERVER = 20.0, 0.5  # seconds that a question for news may be kept waiting
 GATHER = 0.01  # seconds after a ring, in which more may come
-SETTLE_DOWN, SETTLE_UP = (
-    5.0,
-    0.2,
-)  # seconds after the first part of a message, in which its sender may send the rest
+SETTLE_DOWN, SETTLE_UP = 30.0, 0.2  # seconds after a first part of a message, in which the rest may be sent
+AT_ONCE, AT_ONCE_EACH = 8, 4  # requests of all nodes, and of each, that Flower works on at the same time
+BEAT = "/v1/fleet/send-node-heartbeat"
 MOST_LISTENERS = 4096
 TASK_TOKEN = b"flwr-task-token"
-LARGE = ("/v1/fleet/push-object", "/v1/fleet/push-messages")
+LARGE = "/v1/fleet/push-object"  # what announces a message has names of its parts only
 OBSERVE = ("/v1/control/list-runs", "/v1/control/list-nodes")  # what an observer's token opens
 
 Keys = Callable[[], Mapping[bytes, str | None]]
@@ -103,7 +103,8 @@ class Gate:
     Nodes may use the Fleet API, with each signed request once. All other interfaces are open to this machine only;
     starting runs and registering keys also needs the operator's token; an observer's token is enough to look.
 
-    A request for messages is held for a moment if there are none, so that nobody has to ask often.
+    A request for messages is held for a moment if there are none, so that nobody has to ask often. Nodes take turns:
+    two hundred requests at once cost Flower more than one after the other, and the job's would wait behind them.
 
     Parameters
     ----------
@@ -134,6 +135,8 @@ class Gate:
         self.seen: OrderedDict[tuple[bytes, str], float] = OrderedDict()
         self.requests: Counter[bytes] = Counter()
         self.down, self.up = Bell(SETTLE_DOWN), Bell(SETTLE_UP)
+        self.turns = asyncio.Semaphore(AT_ONCE)
+        self.turns_of: dict[tuple[bytes, bool], asyncio.Semaphore] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, refuse it, or hold it until there is something new."""
@@ -147,27 +150,48 @@ class Gate:
             await _respond(send, *refused)
             return
         path, headers = scope["path"], dict(scope["headers"])
+        key = headers.get(b"flwr-public-key", b"")
         if path.startswith("/v1/fleet/"):
-            receive = _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
+            receive = await _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
         elif path == "/v1/runtime/push-object":
-            receive = _whole(receive, None)
+            receive = await _whole(receive, None)
         if path == "/v1/fleet/pull-messages":  # a node asks for messages when it has sent its answer
             self.up.done()
-            await self.down.wait(headers.get(b"flwr-public-key", b""), HOLD_NODE)
+            await self.down.wait(key, HOLD_NODE)
         elif path == "/v1/runtime/pull-messages":  # and the server for answers when it has sent its messages
             self.down.done()
             await self.up.wait(headers.get(TASK_TOKEN, b""), HOLD_SERVER)
-        await self.app(scope, receive, send)
+        if path.startswith("/v1/fleet/"):
+            await self._in_turn(key, scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
         if path == "/v1/runtime/push-object":
             self.down.ring_soon()
         elif path == "/v1/fleet/push-object":
             self.up.ring_soon()
 
+    async def _in_turn(self, key: bytes, scope: Any, receive: Any, send: Any) -> None:
+        """Let Flower answer a node when it is its turn, and send the answer afterwards.
+
+        So who reads slowly holds up nobody. Heartbeats wait for nobody else: a node whose come late is taken for dead.
+        """
+        beat = scope["path"] == BEAT
+        own = self.turns_of.setdefault((key, beat), asyncio.Semaphore(AT_ONCE_EACH))
+        written: list[Any] = []
+
+        async def write(message: Any) -> None:
+            written.append(message)
+
+        async with own, contextlib.nullcontext() if beat else self.turns:
+            await self.app(scope, receive, write)
+        for message in written:
+            await send(message)
+
     def refusal(self, scope: Any) -> tuple[int, str] | None:
         """Return status and reason if a request is refused, else None."""
         path, headers = scope["path"], dict(scope["headers"])
         if path.startswith("/v1/fleet/"):
-            most = self.most_bytes if path in LARGE else MOST_SMALL_BYTES
+            most = self.most_bytes if path == LARGE else MOST_SMALL_BYTES
             length = headers.get(b"content-length", b"")
             if not length.isdigit() or len(length) > 12 or int(length) > most:
                 return 413, f"Content-Length is required, and at most {most}"
@@ -242,29 +266,30 @@ def _is_signed(key: bytes, stamp: str, signature: bytes) -> bool:
     return True
 
 
-def _whole(receive: Any, seconds: float | None) -> Any:
-    """Return `receive` that brings a body in one piece, within a time limit; a slower sender has gone away.
+async def _whole(receive: Any, seconds: float | None) -> Any:
+    """Read a body within a time limit and return a `receive` that brings it at once; a slower sender has gone away.
 
     Flower reads bodies through layers that start tasks for every piece, which takes most of the time of a model.
     """
-    read = False
+    pieces, more = [], True
+    first: Any = {"type": "http.disconnect"}
+    try:
+        async with asyncio.timeout(seconds):
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    first = message
+                    break
+                pieces.append(message.get("body", b""))
+                more = message.get("more_body", False)
+            else:
+                first = {"type": "http.request", "body": b"".join(pieces), "more_body": False}
+    except TimeoutError:
+        pass
+    brought = [first]
 
-    async def at_once() -> Any:
-        nonlocal read
-        if read:  # the body is here; what follows is waiting for the end of the connection
-            return await receive()
-        read, pieces, more = True, [], True
-        try:
-            async with asyncio.timeout(seconds):
-                while more:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return message
-                    pieces.append(message.get("body", b""))
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": b"".join(pieces), "more_body": False}
+    async def at_once() -> Any:  # after the body there is nothing but the end of the connection
+        return brought.pop() if brought else await receive()
 
     return at_once
 

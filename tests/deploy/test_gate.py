@@ -129,7 +129,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
         async def never():
             await asyncio.sleep(60)
 
-        return await gate_module._whole(never, 0.05)()
+        return await (await gate_module._whole(never, 0.05))()
 
     assert asyncio.run(scene()) == {"type": "http.disconnect"}
 
@@ -146,7 +146,7 @@ def test_a_body_comes_in_one_piece():
             body, more = pieces.pop(0)
             return {"type": "http.request", "body": body, "more_body": more}
 
-        whole = gate_module._whole(receive, 5.0)
+        whole = await gate_module._whole(receive, 5.0)
         return await whole(), await whole()
 
     body, after = asyncio.run(scene())
@@ -188,21 +188,115 @@ def test_a_message_is_told_of_when_its_sender_has_sent_all_of_it(gate, node):
         token = {"flwr_task_token": "job"}
         push, look = scope("/v1/runtime/push-object", "127.0.0.1"), "/v1/runtime/pull-messages"
         for _ in range(3):
-            await gate(push, None, None)
+            await gate(push, nothing, nothing)
         before = gate.down.rings
-        await gate(scope(look, "127.0.0.1", **token), None, None)  # the job has sent all
+        await gate(scope(look, "127.0.0.1", **token), nothing, nothing)  # the job has sent all
         after = gate.down.rings
-        await gate(push, None, None)
+        await gate(push, nothing, nothing)
         await asyncio.sleep(0.1)
         waiting = gate.down.rings
         await asyncio.sleep(0.4)
         settled = gate.down.rings
-        await gate(signed(node, "/v1/fleet/push-object"), None, None)
+        await gate(signed(node, "/v1/fleet/push-object"), nothing, nothing)
         half = gate.up.rings
-        await gate(signed(node, "/v1/fleet/pull-messages"), None, None)  # the node has sent all
+        await gate(signed(node, "/v1/fleet/pull-messages"), nothing, nothing)  # the node has sent all
         return before, after, waiting, settled, half, gate.up.rings
 
     assert asyncio.run(scene()) == (0, 1, 1, 2, 0, 1)
+
+
+async def nothing(message=None):
+    """Bring an empty body, or take a part of an answer."""
+    return {"type": "http.request", "body": b""}
+
+
+class TestTurns:
+    """Flower works on few requests of nodes at a time, and nobody keeps a place for longer than that takes."""
+
+    @pytest.fixture
+    def others(self, tmp_path):
+        for k in range(12):
+            (tmp_path / f"{k}").mkdir()
+            keys.make_node_key(tmp_path / f"{k}", "other")
+        return [tmp_path / f"{k}" / "node.key" for k in range(12)]
+
+    @pytest.fixture
+    def busy(self, gate, others):
+        """A gate before an app that works on a request until it is let go, and who it works for."""
+        public = {keys.public_bytes(key.with_name("node.pub")): CERTIFICATE for key in others}
+        gate.ready.set()
+        gate.nodes = lambda: public
+        gate.working, gate.most, gate.go = 0, 0, asyncio.Event()
+
+        async def app(scope, receive, send):
+            gate.working += 1
+            gate.most = max(gate.most, gate.working)
+            if scope["path"] != gate_module.BEAT and scope["path"].startswith("/v1/fleet"):
+                await gate.go.wait()
+            gate.working -= 1
+            await send({"type": "http.response.body"})
+
+        gate.app = app
+        return gate
+
+    def test_a_few_are_worked_on_and_all_are_answered(self, busy, others):
+        answered = []
+
+        async def scene():
+            send = lambda message: _note(answered, message)  # noqa: E731
+            asked = [
+                busy(signed(key, "/v1/fleet/pull-object"), nothing, send) for key in others for _ in "ab"
+            ]
+            tasks = [asyncio.create_task(each) for each in asked]
+            await asyncio.sleep(0.1)
+            at_work = busy.working
+            for path in (gate_module.BEAT, "/v1/runtime/get-nodes"):  # neither waits for a turn
+                client = "127.0.0.1"
+                request = signed(others[0], path) if path == gate_module.BEAT else scope(path, client)
+                await asyncio.wait_for(busy(request, nothing, send), 2.0)
+            early = len(answered)
+            busy.go.set()
+            await asyncio.gather(*tasks)
+            return at_work, early
+
+        assert asyncio.run(scene()) == (gate_module.AT_ONCE, 2)
+        assert len(answered) == 2 * len(others) + 2
+
+    def test_a_node_with_many_requests_does_not_take_all_turns(self, busy, others):
+        async def scene():
+            flood = [busy(signed(others[0], "/v1/fleet/pull-object"), nothing, nothing) for _ in range(30)]
+            tasks = [asyncio.create_task(each) for each in flood]
+            await asyncio.sleep(0.1)
+            at_work = busy.working
+            busy.go.set()
+            await asyncio.wait_for(busy(signed(others[1], "/v1/fleet/pull-object"), nothing, nothing), 2.0)
+            await asyncio.gather(*tasks)
+            return at_work
+
+        assert asyncio.run(scene()) == gate_module.AT_ONCE_EACH
+
+    def test_who_sends_or_reads_slowly_holds_up_nobody(self, busy, others):
+        async def never(message=None):
+            await asyncio.sleep(60)
+
+        async def scene():
+            busy.go.set()
+            slow = [
+                busy(signed(key, "/v1/fleet/push-object"), *hands)
+                for key in others[:-1]
+                for hands in ((never, nothing), (nothing, never))
+            ]
+            tasks = [asyncio.create_task(each) for each in slow]
+            await asyncio.sleep(0.1)
+            await asyncio.wait_for(busy(signed(others[-1], "/v1/fleet/pull-object"), nothing, nothing), 2.0)
+            for task in tasks:
+                task.cancel()
+
+        asyncio.run(scene())
+
+
+async def _note(answered, message):
+    answered.append(message)
 
 
 def test_old_signatures_are_forgotten(gate, node, monkeypatch):

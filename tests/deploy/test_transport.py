@@ -66,32 +66,118 @@ def test_what_cannot_be_delivered_is_said_at_once() -> None:
     assert "no such node" in str(answers["first"]) and time.monotonic() - began < 5
 
 
-def test_flower_does_not_wait_longer_for_parts_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two answers whose parts never come take as long as one."""
-    pytest.importorskip("flwr", reason="a federation needs the extra 'flower'")
-    import flwr.superlink.grid.http_grid as http_grid
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
+class Link:
+    """What a SuperLink says to the job, with answers of nodes that are as they like."""
 
-    from coterie.deploy.flower import FlowerTransport
+    def __init__(self, answers: list[tuple[Any, Any, dict[str, bytes]]]) -> None:
+        self.answers, self.let_go, self.tried = answers, set[str](), list[str]()
+        self._runtime_client, self.node = self, None
 
-    monkeypatch.setattr(http_grid, "pull_objects", http_grid.pull_objects)  # put back afterwards
-    tried: list[str] = []
+    def PullMessages(self, request: Any) -> Any:
+        return SimpleNamespace(
+            messages_list=[announced for announced, _, _ in self.answers],
+            message_object_trees=[tree for _, tree, _ in self.answers],
+        )
 
-    def missing(part: str) -> bytes:
-        tried.append(part)
-        raise ObjectUnavailableError(part)
+    def PullObject(self, request: Any) -> Any:
+        self.tried.append(request.object_id)
+        content = {name: part for *_, parts in self.answers for name, part in parts.items()}
+        part = content.get(request.object_id, b"")
+        return SimpleNamespace(object_found=True, object_available=bool(part), object_content=part)
 
-    class Grid:
-        def pull_messages(self, tickets: list[str]) -> list[Any]:
-            for ticket in tickets:
-                with pytest.raises(ObjectPullError):
-                    http_grid.pull_objects(object_ids=[ticket], pull_object_fn=missing)
-            return []
+    def ConfirmMessageReceived(self, request: Any) -> None:
+        self.let_go.add(request.message_object_id)
 
-    began = time.monotonic()
-    assert FlowerTransport(Grid()).fetch(["a", "b"], 0.4) == {}  # type: ignore[arg-type]
-    assert 0.4 <= time.monotonic() - began < 2.0
-    assert tried.count("a") > 3 and tried.count("b") == 1
+
+class TestAnswersOverFlower:
+    """Answers whose parts, or what they say of themselves, are lies."""
+
+    flower = pytest.importorskip("coterie.deploy.flower", reason="a federation needs the extra 'flower'")
+
+    def message(self, ticket: str, node: int, **more: Any) -> Any:
+        from flwr.app import Metadata
+        from flwr.app.message import make_message
+
+        named = {"run_id": 1, "message_id": "", "src_node_id": node, "dst_node_id": 1, "group_id": ""}
+        named |= {"created_at": time.time(), "ttl": 60.0, "message_type": "query"}
+        about = Metadata(reply_to_message_id=ticket, **named)  # type: ignore[arg-type]
+        return make_message(metadata=about, **(more or {"content": self.flower.records(b"an answer")}))
+
+    def announced(self, message: Any, said: Any = None) -> tuple[Any, Any, dict[str, bytes]]:
+        """What the SuperLink has: the message as its node announced it, and its parts."""
+        said = message if said is None else said
+        said.metadata.__dict__["_message_id"] = message.object_id
+        whole = flower_private.message_to_proto(flower_private.remove_content_from_message(said))
+        parts = {
+            name: part.deflate() for name, part in flower_private.get_all_nested_objects(message).items()
+        }
+        return whole, flower_private.get_object_tree(message), parts
+
+    def fetched(self, *answers: Any, wait: float = 0.5) -> tuple[dict[str, Any], Link]:
+        link = Link(list(answers))
+        transport = self.flower.FlowerTransport(link)
+        transport._to = {"a": 7, "b": 8}
+        return transport.fetch(["a", "b"], wait), link
+
+    def test_an_answer_comes_and_is_let_go(self) -> None:
+        answer = self.announced(self.message("a", 7))
+        found, link = self.fetched(answer)
+        assert found == {"a": b"an answer"} and link.let_go == {answer[0].metadata.message_id}
+
+    def test_flower_does_not_wait_longer_for_parts_of_an_answer(self) -> None:
+        """Two answers whose parts never come take as long as one."""
+        answers = [
+            (*self.announced(self.message(ticket, node))[:2], {}) for ticket, node in (("a", 7), ("b", 8))
+        ]
+        began = time.monotonic()
+        found, link = self.fetched(*answers, wait=0.4)
+        assert 0.4 <= time.monotonic() - began < 2.0 and set(found) == {"a", "b"}
+        assert all(isinstance(answer, Undelivered) for answer in found.values())
+        first = {part.object_id for part in flower_private.iterate_object_tree(answers[0][1])}
+        assert sum(name in first for name in link.tried) > 6 and len(link.tried) - 3 <= sum(
+            name in first for name in link.tried
+        )
+
+    def test_an_answer_cannot_speak_of_another(self) -> None:
+        """A node writes into its message that it answers another, or nothing that was asked."""
+        for forged in (self.message("b", 8), self.message("nothing", 3)):
+            answer = self.announced(forged, said=self.message("a", 7))
+            found, _ = self.fetched(answer, self.announced(self.message("b", 8)))
+            assert found == {"a": b"an answer", "b": b"an answer"}
+
+    def test_what_is_no_message_is_left_out_and_others_are_not(self) -> None:
+        whole, tree, parts = self.announced(self.message("a", 7))
+        name = whole.metadata.message_id
+        records = next(part for part in parts.values() if part.startswith(b"RecordDict"))
+        bodies = {
+            "junk": b"Message  3\0abc",
+            "another kind": records,
+            "a part that is not there": b"Message " + b"f" * 64 + b" 0\0",
+            "a part of itself": b"Message " + name.encode() + b" 0\0",
+            "no kind": b"\0",
+        }
+        for kind, body in bodies.items():
+            link = self.fetched((whole, tree, {**parts, name: body}), self.announced(self.message("b", 8)))[0]
+            assert isinstance(link["a"], Undelivered) or link["a"] == b"", kind
+            assert link["b"] == b"an answer", kind
+
+    def test_a_message_of_very_many_parts_is_refused(self) -> None:
+        whole, _, parts = self.announced(self.message("a", 7))
+        from flwr.proto.message_pb2 import ObjectTree
+
+        tree = ObjectTree(object_id=whole.metadata.message_id)
+        tree.children.extend(ObjectTree(object_id=f"{k:064x}") for k in range(10_000))
+        found, link = self.fetched((whole, tree, parts), self.announced(self.message("b", 8)))
+        assert "10001 parts" in str(found["a"]) and found["b"] == b"an answer"
+        assert len(link.tried) == 3 and whole.metadata.message_id in link.let_go
+
+    def test_errors_of_the_superlink_are_said(self) -> None:
+        from flwr.app import Error
+
+        found, link = self.fetched(self.announced(self.message("a", 7, error=Error(3, "no such node"))))
+        assert "no such node (Flower error 3)" in str(found["a"]) and len(link.let_go) == 1
+        found, _ = self.fetched(self.announced(self.message("a", 9)))
+        assert "another node" in str(found["a"])
 
 
 class Echo:

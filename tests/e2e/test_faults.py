@@ -236,3 +236,45 @@ def test_a_node_that_answers_garbage_is_left_out_by_name(live: Live, absent_in: 
     same_models(
         live, job, fit(absent_in(live.local(), missed), algorithm, 14, evaluate_every=0), ("n0", "n2")
     )
+
+
+PARTS = """
+    import sys
+    from pathlib import Path
+    from flwr.proto.message_pb2 import ObjectTree
+    from coterie.deploy import federation_folder, flower_node, wire
+    from coterie.deploy import flower_private as private
+    from coterie.deploy.node_service import NodeService
+    from flwr.supercore.inflatable.inflatable_object import get_object_id
+    folder, address, count = Path(sys.argv[1]), sys.argv[2], 0
+    site = NodeService(folder / "rows.parquet", federation_folder.keys.private_folder(folder / "parts"))
+    honest = flower_node.Fleet._send
+    BODIES = (b"Message  3\\0abc", b"Message " + b"f" * 64 + b" 0\\0", b"RecordDict  2\\0{}")
+    def send(fleet, message, answer):
+        global count
+        if wire.decode(flower_node.content(message))[0].get("phase") != "train":
+            return honest(fleet, message, answer)
+        body = BODIES[count % 3]
+        count += 1
+        reply, name = flower_node.reply_to(message, answer), get_object_id(body)
+        reply.metadata.__dict__["_message_id"] = name
+        said = private.message_to_proto(private.remove_content_from_message(reply))
+        response = fleet.client.PushMessages(private.PushMessagesRequest(node=fleet.node, messages_list=[said],
+            message_object_trees=[ObjectTree(object_id=name)], clientapp_runtime_list=[0.0]))
+        private.make_push_object_fn_protobuf(fleet.client.PushObject, fleet.node, message.metadata.run_id,
+            response.session_id)(name, body)
+    flower_node.Fleet._send = send
+    flower_node.Link(address, folder / "node.key", folder / "ca.crt", print).serve(site.answer)
+"""
+
+
+def test_a_node_whose_answers_are_no_messages_is_left_out_by_name(live: Live, absent_in: Any) -> None:
+    """Below the messages that nodes and server understand: a server that believes such parts ends everybody's run."""
+    algorithm = make("fedavg", lr=0.1, batch=4)
+    job = live.job("parts", algorithm, 6)
+    with instead_of(live, "n1", PARTS):
+        live.run(job)
+    missed = live.missed(job)
+    assert missed == {(t, name) for t in range(1, 7) for name in live.folder.nodes["n1"]}
+    assert any("n1 is left out" in line and "parts" in line for line in federation_folder.notes(job))
+    same_models(live, job, fit(absent_in(live.local(), missed), algorithm, 6, evaluate_every=0), ("n0", "n2"))
