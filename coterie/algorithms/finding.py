@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class Finder(Algorithm):
         """
         if not k and on == "all" and sends_sums(fed):
             return self._from_sums(fed, ids)
-        r = fed.map(self.fit_alone, x=fed.initial_model(), to=ids)
+        r = self.ask_all(fed, self.fit_alone, x=fed.initial_model(), to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so there is nothing to cluster")
         rows = r.weights.double().flatten().clamp(min=1)
@@ -118,7 +119,7 @@ class Finder(Algorithm):
 
     def with_models(self, fed: Federation, labels: Tensor) -> Found:
         """Return these clusters, each with the mean of its members' fits; who does not answer has none (-1)."""
-        r = fed.map(self.fit_alone, x=fed.initial_model(), to=(labels >= 0).nonzero().squeeze(1))
+        r = self.ask_all(fed, self.fit_alone, x=fed.initial_model(), to=(labels >= 0).nonzero().squeeze(1))
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so there is nothing to cluster")
         here = torch.full_like(labels, -1)
@@ -143,6 +144,10 @@ class Finder(Algorithm):
         fed.found = torch.where(labels < 0, largest, labels)
         return {"found_clusters": fed.found}
 
+    def ask_all(self, fed: Federation, phase: Callable[..., Any], **given: Any) -> Replies:
+        """Run a phase by which clusters are found; methods without a server send the answers to all clients."""
+        return fed.map(phase, **given)
+
     def finding_traffic(self, d: int) -> dict[str, tuple[int, int]]:
         """Return the communication of the phases below."""
         return {
@@ -153,7 +158,7 @@ class Finder(Algorithm):
 
     def _from_sums(self, fed: Federation, ids: Tensor | None) -> Found:
         """Find clusters from curvature and slope of the clients' losses; who sends what no rows have is alone."""
-        r = fed.map(self.sum_folds, x=fed.initial_model(), to=ids)
+        r = self.ask_all(fed, self.sum_folds, x=fed.initial_model(), to=ids)
         if len(r) == 0:
             raise NobodyAnswered("no client answered, so there is nothing to cluster")
         hessians = r["hessians"].view(len(r), FOLDS, fed.d, fed.d)
@@ -200,7 +205,7 @@ class Finder(Algorithm):
             share = own / total
             if whole is not None and bool(inside.all()):
                 rest, share = whole.expand_as(rest), torch.zeros_like(share)
-            r = fed.map(self.try_shared, each={"x": rest, "share": share}, to=ids[who])
+            r = self.ask_all(fed, self.try_shared, each={"x": rest, "share": share}, to=ids[who])
             if len(r):
                 at = place[r.ids.cpu()]
                 found[group, at] = (r.values.cpu() - alone[at].cpu()).double() * weights[at].unsqueeze(1)

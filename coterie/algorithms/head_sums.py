@@ -66,7 +66,7 @@ class HeadSums(Finder):
         """
         if x is None:
             x = self.shared_model(fed, ids) if _uses_residuals(fed.model) else fed.initial_model()
-        r = fed.map(self.sum_head, x=x, to=ids)
+        r = self.ask_all(fed, self.sum_head, x=x, to=ids)
         if len(r) == 0:
             return None
         width, outputs = _sizes(fed.model)
@@ -86,7 +86,7 @@ class HeadSums(Finder):
         """Return one model for all, the median of theirs after some steps, again and again; few cannot move it far."""
         x = fed.initial_model()
         for _ in range(SHARED_ROUNDS):
-            r = fed.map(self.fit_shared, x=x, to=ids)
+            r = self.ask_all(fed, self.fit_shared, x=x, to=ids)
             x = group_medians(r.values, torch.zeros_like(r.ids))[0] if len(r) else x
         return x
 

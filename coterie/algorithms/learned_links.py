@@ -10,28 +10,22 @@ from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
 from coterie.algorithms.base import Reveals, setting
-from coterie.algorithms.finding import MOST_SUMS, together
-from coterie.algorithms.head_sums import HeadSums, sends_heads
+from coterie.algorithms.finding import together
+from coterie.algorithms.head_sums import sends_heads
+from coterie.algorithms.many_links import ManyLinks, fits_tell
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import PEERS
 from coterie.engine.state import State
-from coterie.models.glm import Glm
-from coterie.models.linear import Linear
 from coterie.theory.cluster_quality import linked_groups
 from coterie.theory.collaboration import all_pairs, both_ends, midpoints
 from coterie.theory.consensus import alignment, group_medians, running_size
-from coterie.theory.pair_tests import bar, closeness, evidence, halves, link_distances, shared_noise, spread
-from coterie.theory.pooled_sums import ENOUGH
-from coterie.theory.simplex import onto_simplex
-from coterie.theory.sketch import project
-from coterie.theory.sparse_links import (
-    best_pulls,
-    candidates,
-    link_degrees,
-    merge,
-    neighbourhood_means,
+from coterie.theory.pair_tests import (
+    closeness,
+    halves,
+    spread,
 )
+from coterie.theory.simplex import onto_simplex
 
 SAMPLING = ("auto", "constant", "time", "mixed", "all")
 TESTS = ("auto", "common", "midpoint")
@@ -41,13 +35,10 @@ GLARING = 10.0  # times the bar: halves that differ so much are themselves cut i
 LOOKS = 100  # sampling = auto: a pair of up to so many clients is looked at in every round
 DENSE = 300  # clients up to which every pair has a weight
 LOOK_EVERY = ((20, 1), (100, 5), (float("inf"), 50))  # up to which round the common test is made how often
-SEARCH_ROUNDS = (1, 2, 4, 8, 16)  # in which candidate neighbours of many clients are looked for again
-HEAVIEST_NOISE = 4.0  # times the median noise of a row: what of it counts where pulls are chosen
-SKETCH = 16  # numbers of a gradient by which they are found
 
 
 @dataclass(frozen=True)
-class LearnedLinks(HeadSums):
+class LearnedLinks(ManyLinks):
     """An algorithm whose server learns weights W between clients: `first_links`, then `learn` in every round.
 
     State: models [n, d], lr, rho, curvature, size, and W, either dense (weights [n, n]) or sparse (links [2, m],
@@ -56,6 +47,7 @@ class LearnedLinks(HeadSums):
     - `at_midpoints`, as printed:  pairs {i, j} are drawn; each is asked at z = (x_i + x_j)/2
     - `at_common_points`:  everybody is asked at the median model of those it is linked to; the clearest cut counts
     - `among_candidates`, for many clients:  as before, one point for all, and links to near neighbours alone
+      (`coterie.algorithms.many_links`)
     """
 
     name = ""
@@ -88,10 +80,7 @@ class LearnedLinks(HeadSums):
         "product of a client with itself on the simplex: its squared gradient without noise, or zero",
         options=("norm", "zero"),
     )
-    neighbours: int = setting(20, "candidates of each client if there are more than 300", low=1)
-    reveals: ClassVar[Reveals] = HeadSums.reveals | {
-        "probe": "gradient",
-        "place": "personal",
+    reveals: ClassVar[Reveals] = ManyLinks.reveals | {
         "agree": "gradient",
         "agree_with_noise": "gradient",
     }
@@ -116,7 +105,9 @@ class LearnedLinks(HeadSums):
         """Return what the state has of W to begin with; `final` if it was found from all rows of everybody."""
         if self.sparse(fed):
             links = torch.zeros(2, 0, dtype=torch.long, device=fed.device)
-            return {"links": links, "weights": torch.zeros(0, dtype=fed.dtype, device=fed.device)}
+            judged = torch.zeros(fed.n, dtype=torch.bool, device=fed.device)
+            weights = torch.zeros(0, dtype=fed.dtype, device=fed.device)
+            return {"links": links, "weights": weights, "judged": judged}
         weights, final = self._found(fed, rho, curvature)
         if self.domain == "simplex":
             weights = weights / (fed.n - 1) if fed.n > 1 else torch.ones_like(weights)
@@ -148,7 +139,7 @@ class LearnedLinks(HeadSums):
     def learn(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
         """Return the state with the weights of round t, for the clients `ids` that are here; None: all."""
         if self.sparse(fed):
-            return self.among_candidates(fed, s, t, ids)
+            return self.among_candidates(fed, s, t, ids, self.pace)
         if not self.common_point:
             return self.at_midpoints(fed, s, t, ids)
         looks = any(t <= last and t % every == 0 for last, every in LOOK_EVERY)
@@ -193,90 +184,6 @@ class LearnedLinks(HeadSums):
             if times > GLARING:
                 waiting += [here[half == 0], here[half == 1]]
         return s.replace(weights=weights.fill_diagonal_(0.0), spread=mean, looks=looks)
-
-    def among_candidates(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
-        """Do what `at_common_points` does for the links of a sparse W; all share one point."""
-        if tells_by_fits(fed):
-            return self.among_fits(fed, s, t, ids)
-        r = fed.map(self.probe, z=s.models.mean(0), to=ids)
-        if len(r) == 0:
-            return s
-        grads = torch.zeros_like(s.models).index_copy_(0, r.ids, r["grad"])
-        noise = torch.zeros(fed.n, dtype=fed.dtype, device=fed.device).index_copy_(0, r.ids, r["noise"][:, 0])
-        links, weights = s.links, s.weights
-        if t in SEARCH_ROUNDS:
-            near = candidates(project(r["grad"], SKETCH, fed.seed), self.neighbours)
-            links, weights = merge(links, weights, r.ids[near], fed.n)
-        (i, j), rows = links, fed.sizes[:, 0]
-        alike_noise = shared_noise(noise[i], rows[i], noise[j], rows[j])
-        gain = evidence(link_distances(grads, links), alike_noise, bar(float(r["dimensions"].median())))
-        here = torch.zeros(fed.n, dtype=torch.bool, device=fed.device).index_fill_(0, r.ids, True)
-        gain = torch.where(here[i] & here[j], gain, 0.0)
-        weights = (weights + self.pace * gain).clamp(0, 1)
-        alive = weights > 0
-        return s.replace(links=links[:, alive], weights=weights[alive])
-
-    def among_fits(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
-        """Link clients to the nearest whose own fits differ from theirs by no more than chance; W is then final.
-
-        Gradients of linear models at one point for all are noise for clients whose optima are far from it. Of these
-        links those stay whose two neighbourhoods have nearly the same mean: two clusters that are near each other
-        have some clients between them, and a few such links would join both. Links pull no more than is best where what
-        they would move fits by is more than chance explains: among clients that are all different nobody is near.
-        """
-        if t not in SEARCH_ROUNDS or (t > 1 and ids is None):
-            return s
-        r = fed.map(self.place, to=ids)
-        if len(r) == 0:
-            return s
-        near = candidates(project(r["fit"], SKETCH, fed.seed), self.neighbours)
-        noise = torch.zeros(fed.n, dtype=fed.dtype, device=fed.device).index_copy_(0, r.ids, r["noise"][:, 0])
-        fits = torch.zeros_like(s.models).index_copy_(0, r.ids, r["fit"])
-        links, _ = merge(s.links[:, :0], s.weights[:0], r.ids[near], fed.n)
-        (i, j), rows = links, fed.sizes[:, 0]
-        chance = shared_noise(noise[i], rows[i], noise[j], rows[j])
-        alike = evidence(link_distances(fits, links), chance, bar(fed.d)) > 0
-        links, chance = links[:, alike], chance[alike]
-        around = neighbourhood_means(fits, links)
-        alike = link_distances(around, links) <= chance
-        links = links[:, alike]
-        per_row = noise * rows
-        usual = HEAVIEST_NOISE * per_row[r.ids].median()  # nobody is excused by claiming to know nothing
-        pulls = best_pulls(fits, per_row.clamp(max=usual) / rows, links, s.rho / s.curvature, fed.d / 2)
-        new, old = (one[0] * fed.n + one[1] for one in (links, s.links))
-        stay = ~torch.isin(old, new)
-        whole, order = torch.cat([s.links[:, stay], links], 1), torch.cat([old[stay], new]).argsort()
-        before, degree = (self._degrees(some, fed.n)[whole].amax(0) for some in (s.links, whole))
-        kept, count = s.weights[stay], int(stay.sum())
-        kept = torch.where(kept < 1, kept * (before / degree)[:count].to(kept), kept)
-        weights = (s.curvature * pulls / (s.rho * degree[count:])).clamp(max=1)
-        return s.replace(links=whole[:, order], weights=torch.cat([kept, weights.to(kept)])[order])
-
-    @staticmethod
-    def _degrees(links: Tensor, n: int) -> Tensor:
-        """Return how many links each client has, [n], at least 1."""
-        ones = torch.ones(links.shape[1], dtype=torch.float64, device=links.device)
-        return link_degrees(links, ones, n).clamp(min=1)
-
-    def place(self, client: Client) -> dict[str, Tensor]:
-        """Return the client's own fit and the expected squared distance of it from that of its distribution.
-
-        The variance is phi tr(H^-1)/n with H the curvature, phi the residual variance of least squares and 1 for other
-        models. A client with no more rows than parameters knows nothing of its noise: it is 0, and it stays alone.
-        """
-        fit = client.solve(client.initial_model(), tol=1e-6)
-        rows, d = client.size.to(fit.dtype), fit.shape[-1]
-        spare = (rows - d).clamp(min=1)
-        phi = 2 * client.loss(fit) * rows / spare if isinstance(client.model, Linear) else 1.0
-        curves = client.hessian(fit)
-        small = 1e-6 * curves.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=1e-30)
-        curves = curves + torch.diag_embed(small.expand(*small.shape[:-1], d))
-        trace = torch.linalg.inv(curves).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-        return {"fit": fit, "noise": torch.where(rows > d, phi * trace / rows, 0.0)}
-
-    def probe(self, client: Client, z: Tensor) -> dict[str, Tensor]:
-        grad, noise, dimensions = client.grad_with_noise(z)
-        return {"grad": grad, "noise": noise, "dimensions": dimensions}
 
     def at_midpoints(self, fed: Federation, s: State, t: int, ids: Tensor | None) -> State:
         """w_ij <- w_ij + gamma <g_i(z), g_j(z)>/m, projected, for the pairs of round t; m is the state's size."""
@@ -372,13 +279,3 @@ class LearnedLinks(HeadSums):
 def _some(values: Tensor, which: Tensor) -> Tensor:
     """Return values [n, ...] at these places, in ascending order; all of them are not copied."""
     return values if len(which) == len(values) else values[which]
-
-
-def fits_tell(fed: Federation) -> bool:
-    """Return True if clients fit models of their own quickly: one optimum, which gradient steps reach."""
-    return isinstance(fed.model, Glm) and fed.model.closed_form and not fed.model.whole_clients
-
-
-def tells_by_fits(fed: Federation) -> bool:
-    """Return True if most clients have rows enough for a fit of their own, and the model has a closed form."""
-    return fits_tell(fed) and fed.d <= MOST_SUMS and float(fed.sizes.median()) >= ENOUGH * fed.d

@@ -14,9 +14,16 @@ from coterie.engine.ledger import PEERS
 from coterie.engine.replies import Replies
 from coterie.engine.state import State
 from coterie.theory.cluster_quality import cluster_quality, linked_groups
-from coterie.theory.threshold import Clustering
+from coterie.theory.threshold import REST, Clustering, Rule, threshold_cluster
+from coterie.theory.threshold_starts import group_weights
 
+FEW = 3  # members up to which a cluster takes their mean
+WIDE = 3.0  # times the median distance of the members of a found cluster: nearer ones are in its ball
+HEAVIEST = 4.0  # times the median number of rows: no client weighs more in a centre
 Look = Callable[[Tensor, Tensor], Clustering]  # points [N, d] and starting weights [K, N] to a clustering
+Centre = Callable[
+    [Tensor, Tensor], Tensor
+]  # gradients [N, d] of a group and numbers of rows [N, 1] to weights [N]
 
 
 def strangers(fed: Federation) -> dict[str, Any]:
@@ -56,6 +63,47 @@ def at_each(
         directions[row] = found.weights[0].to(points) @ points
         links[row] |= torch.isin(own.ids, r.ids[found.balls[0, 1:]])
     return directions, links
+
+
+def in_groups(
+    fed: Federation, phase: Callable[..., Any], models: Tensor, own: Replies, groups: Tensor, centre: Centre
+) -> Tensor:
+    """Return directions v_i if client i asks the others of its group, and who has none (-1), for gradients at x_i.
+
+    v_i has the weights that `centre` gives the group's gradients; a client without a group takes its own.
+    """
+    if len(own) == 0:
+        raise NobodyAnswered("no client answered, so no model moves")
+    directions = own.values.clone()
+    for row, i in enumerate(own.ids.tolist()):
+        asked = own.ids[(own.ids != i) & ((groups[own.ids] == groups[i]) | (groups[own.ids] < 0))]
+        if len(asked) == 0:
+            continue
+        r = fed.map(phase, x=models[i], to=asked, link=PEERS)
+        if len(r) and groups[i] >= 0:
+            members = (groups[r.ids] == groups[i]).cpu()
+            points = torch.cat([own.values[row : row + 1], r.values[members]])
+            rows = torch.cat([own.weights[row : row + 1], r.weights[members]])
+            directions[row] = centre(points, rows).to(points) @ points
+    return directions
+
+
+def ball_of_members(points: Tensor, members: Tensor, rule: Rule, passes: int) -> Tensor:
+    """Return which members of a found cluster are in the ball around its threshold centre, [N]; of few all are."""
+    if int(members.sum()) <= FEW:
+        return members.double()
+    start = group_weights(points, (~members).long(), 1)
+    found = threshold_cluster(points, start_weights=start, rule=rule, rounds=passes, rest=REST)
+    far = torch.linalg.vector_norm(points.double() - found.centres[0].double(), dim=1)
+    inside: Tensor = members & (far <= WIDE * far[members].median())
+    return inside.double()
+
+
+def weighted_by_rows(balls: Tensor, rows: Tensor) -> Tensor:
+    """Return the weights, of sum 1, of those in a ball: by rows, of which nobody has more than four medians."""
+    rows = rows.flatten().double()
+    weights: Tensor = balls.double() * rows.clamp(max=HEAVIEST * rows.median())
+    return weights / weights.sum()
 
 
 def moved(fed: Federation, s: State, ids: Tensor, models: Tensor, links: Tensor) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -9,21 +10,35 @@ import torch
 from torch import Tensor
 
 from coterie._core.errors import NobodyAnswered
-from coterie.algorithms.base import Algorithm, Reveals, setting
-from coterie.algorithms.neighbours import around_each, at_each, ball_quality, moved, strangers, theory_steps
+from coterie.algorithms.base import Reveals, setting
+from coterie.algorithms.head_sums import HeadSums
+from coterie.algorithms.neighbours import (
+    around_each,
+    at_each,
+    ball_of_members,
+    ball_quality,
+    in_groups,
+    moved,
+    strangers,
+    theory_steps,
+    weighted_by_rows,
+)
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.ledger import INSIDE, PEERS
+from coterie.engine.replies import Replies
 from coterie.engine.state import State
+from coterie.models.base import Model
 from coterie.models.heads import last_layer
+from coterie.theory.cluster_count import estimate_clusters
 from coterie.theory.sketch import PARTS, clustered_part
-from coterie.theory.threshold import REST, Clustering, make_rule, threshold_cluster
+from coterie.theory.threshold import REST, Clustering, Rule, make_rule, threshold_cluster
 
 OWN_RULES = ("auto", "size", "theory", "fixed")
 
 
 @dataclass(frozen=True)
-class PdlTc(Algorithm):
+class PdlTc(HeadSums):
     """Threshold clustering by every client around itself (Threshold-Clustering of Similar Clients, 2022).
 
     at="own", as printed:  m_i <- momentum g_i(x_i) + (1 - momentum) m_i, sent to all clients;
@@ -32,6 +47,9 @@ class PdlTc(Algorithm):
         v_i = Threshold-Clustering({g_j(x_i)}_j, started at g_i(x_i)),
         m_i <- momentum v_i + (1 - momentum) m_i,   x_i <- x_i - lr m_i;
         but if some x_j has f_i(x_j) < adopt f_i(x_i):   x_i <- the one with the lowest, m_i <- 0
+    clusters = 0 with at="common":  all send to all what `pfl-tc` asks for at its start (sums over rows or fits alone,
+        and losses on held-out rows), from which everybody finds the same clusters, from one for all to everybody alone;
+        x_i starts at its cluster's model, is sent to the members, and v_i is their centre as in pfl-tc
 
     At own points all gradients vanish at the clients' optima, so that clusters merge; at common points they do not,
     at the price of n gradients per client and round. Deviations: `warmup` and `adopt`, without which clients that
@@ -41,7 +59,11 @@ class PdlTc(Algorithm):
 
     lr: float = setting(0.1, "step size", above=0, tune=(0.01, 0.03, 0.1, 0.3))
     momentum: float = setting(0.5, "weight of the new gradient in the momentum", above=0, high=1)
-    clusters: int = setting(2, "expected number of clusters; a ball aims at 1/clusters of the clients", low=1)
+    clusters: int = setting(
+        0,
+        "expected number of clusters; a ball aims at 1/clusters of the clients; 0: those that held-out rows ask for",
+        low=0,
+    )
     at: str = setting(
         "common",
         "compare gradients at common points, or at each client's own model",
@@ -50,7 +72,7 @@ class PdlTc(Algorithm):
     passes: int = setting(
         100, "maximal passes of threshold clustering, which stops when centres no longer move", low=1
     )
-    warmup: int = setting(50, "local steps before the first round (at = common)", low=0)
+    warmup: int = setting(50, "local steps before the first round (at = common, clusters above 0)", low=0)
     adopt: float = setting(
         0.5,
         "a received model replaces a client's own if its loss is below this fraction of the own loss",
@@ -64,7 +86,8 @@ class PdlTc(Algorithm):
     cluster_on: str = setting("all", "part of the vector that is clustered", options=PARTS)
     width: int = setting(256, "length of the random projection (cluster_on = projection)", low=1)
     relays: ClassVar[bool] = True
-    reveals: ClassVar[Reveals] = {
+    pulls: ClassVar[bool] = True
+    reveals: ClassVar[Reveals] = HeadSums.reveals | {
         "train": "personal",
         "warm": "personal",
         "own_slope": "personal",
@@ -72,6 +95,7 @@ class PdlTc(Algorithm):
         "slope": "gradient",
         "curvature": "aggregate",
     }
+    optional: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def from_theory(cls, fed: Federation, *, lr: float | None = None, **settings: Any) -> Self:
@@ -94,29 +118,30 @@ class PdlTc(Algorithm):
         return cls(**{**settings, **theory_steps(fed, cls().curvature, lr)})
 
     def start(self, fed: Federation) -> State:
-        return State(**strangers(fed))
+        self._rule(self.clusters, fed.n, share=self.share)  # refuses what it lacks before anybody trains
+        return State(k=self.clusters, **strangers(fed))
 
     def round(self, fed: Federation, s: State, t: int) -> State:
         def look(points: Tensor, starts: Tensor) -> Clustering:
-            part = clustered_part(points, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
-            rule = make_rule(
-                self.rule, self.clusters, len(part), share=self.share, tau=self.tau, rho=self.rho
-            )
+            part = self._part(fed, points)
+            rule = self._rule(s.k, len(part), share=self.share)
             return threshold_cluster(part, start_weights=starts, rule=rule, rounds=self.passes, rest=REST)
 
         if self.at == "own":
             r = fed.map(self.train, each={"x": s.models}, link=INSIDE)
+            if s.k == 0 and len(r):
+                s = s.replace(k=estimate_clusters(self._part(fed, r.values), seed=fed.seed))
             v, links = around_each(r, look)
             to_all = torch.empty(len(r) * (len(r) - 1), fed.d, dtype=fed.dtype, device="meta")
             fed.exchange("momentums", PEERS, up=to_all)
             return moved(fed, s, r.ids, s.models[r.ids] - self.lr * v, links)
+        if self.clusters == 0:
+            return self._in_found_groups(fed, s) if "settled" in s else self._found_groups(fed, s)
         if t == 1 and self.warmup:
             s = self._warmed(fed, s)
         r = fed.map(self.own_slope, each={"x": s.models}, link=INSIDE)
         v, links = at_each(fed, self.slope, s.models, r, look)
-        step = fed.map(self.step, each={"x": s.models[r.ids], "v": v}, to=r.ids, link=INSIDE)
-        if len(step) == 0:
-            raise NobodyAnswered("no client was there to take its step")
+        step = self._stepped(fed, s, r, v)
         here = torch.isin(r.ids, step.ids)
         return moved(fed, s, step.ids, step.values, links[here][:, here])
 
@@ -170,8 +195,64 @@ class PdlTc(Algorithm):
         return ball_quality(fed, s)
 
     def traffic(self, d: int) -> dict[str, tuple[int, int]]:
-        inside = ("begin", "train", "warm", "own_slope", "step")
+        inside = ("begin", "train", "warm", "own_slope", "step", *HeadSums.reveals)
         return {**dict.fromkeys(inside, (0, 0)), "curvature": (0, 1), "slope": (d, d)}
+
+    def traffic_of(self, model: Model) -> dict[str, tuple[int, int]]:
+        return self.traffic(model.d)
+
+    def ask_all(self, fed: Federation, phase: Callable[..., Any], **given: Any) -> Replies:
+        """Run a phase by which clusters are found: every client sends its answer to all others."""
+        r = fed.map(phase, link=INSIDE, **given)
+        if len(r):
+            numbers = sum(value[0].numel() for value in r.named.values())
+            to_all = torch.empty(len(r) * (fed.n - 1), numbers, dtype=fed.dtype, device="meta")
+            fed.exchange("answers", PEERS, up=to_all)
+        return r
+
+    def _found_groups(self, fed: Federation, s: State) -> State:
+        """Start from the models of clusters that are found; who did not answer has none, and starts as before."""
+        found = self.find_clusters(fed, None, 0, self.cluster_on, self.width)
+        here, label = found.labels >= 0, found.labels.clamp(min=0)
+        count = torch.bincount(found.labels[here], minlength=len(found.models))
+        models, apart = found.models[label], torch.zeros_like(here)
+        if found.own is not None:
+            models, apart = models + found.own, found.own.any(1)
+        settled = torch.isin(
+            found.labels, found.labels[apart]
+        )  # fitted from sums, each client with its own part
+        models = torch.where(here.unsqueeze(1), models, s.models)
+        sizes = torch.where(here, count[label], 1).to(s.neighbours)
+        return s.replace(models=models, groups=found.labels, neighbours=sizes, settled=settled)
+
+    def _in_found_groups(self, fed: Federation, s: State) -> State:
+        """Let clients that are not settled take a step along the centre of their group's gradients."""
+
+        def centre(points: Tensor, rows: Tensor) -> Tensor:
+            part = self._part(fed, points)
+            rule = self._rule(1, len(part), share=self.share or 1.0)
+            everyone = torch.ones(len(part), dtype=torch.bool, device=part.device)
+            return weighted_by_rows(ball_of_members(part, everyone, rule, self.passes), rows)
+
+        moving = (~s.settled).nonzero().squeeze(1)
+        if len(moving) == 0:
+            return s
+        r = fed.map(self.own_slope, each={"x": s.models[moving]}, to=moving, link=INSIDE)
+        step = self._stepped(fed, s, r, in_groups(fed, self.slope, s.models, r, s.groups, centre))
+        return s.replace(models=step.put(s.models))
+
+    def _stepped(self, fed: Federation, s: State, r: Replies, v: Tensor) -> Replies:
+        """Let clients that answered take their steps along v."""
+        step = fed.map(self.step, each={"x": s.models[r.ids], "v": v}, to=r.ids, link=INSIDE)
+        if len(step) == 0:
+            raise NobodyAnswered("no client was there to take its step")
+        return step
+
+    def _part(self, fed: Federation, points: Tensor) -> Tensor:
+        return clustered_part(points, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
+
+    def _rule(self, k: int, points: int, share: float) -> Rule:
+        return make_rule(self.rule, k, points, share=share, tau=self.tau, rho=self.rho)
 
     def _warmed(self, fed: Federation, s: State) -> State:
         r = fed.map(self.warm, each={"x": s.models}, link=INSIDE)

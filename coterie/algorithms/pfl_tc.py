@@ -12,7 +12,7 @@ from coterie._core.errors import NobodyAnswered, SettingError
 from coterie._core.randomness import key
 from coterie.algorithms.base import Reveals, setting
 from coterie.algorithms.head_sums import HeadSums
-from coterie.algorithms.neighbours import theory_steps
+from coterie.algorithms.neighbours import ball_of_members, theory_steps, weighted_by_rows
 from coterie.engine.client import Client
 from coterie.engine.federation import Federation
 from coterie.engine.optimizers import OPTIMIZERS
@@ -22,13 +22,9 @@ from coterie.models.heads import last_layer
 from coterie.theory.cluster_count import estimate_clusters
 from coterie.theory.cluster_quality import align_labels, cluster_quality
 from coterie.theory.sketch import PARTS, clustered_part
-from coterie.theory.threshold import REST, Clustering, Rule, make_rule, threshold_cluster
+from coterie.theory.threshold import Clustering, Rule, make_rule, threshold_cluster
 from coterie.theory.threshold_rules import RULES
 from coterie.theory.threshold_starts import group_weights, seed_weights
-
-FEW = 3  # members up to which a cluster takes their mean
-WIDE = 3.0  # times the median distance of the members of a found cluster: nearer ones are in its ball
-HEAVIEST = 4.0  # times the median number of rows: no client weighs more in a centre
 
 
 @dataclass(frozen=True)
@@ -217,20 +213,13 @@ class PflTc(HeadSums):
     def _centre(self, fed: Federation, r: Replies, members: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights [N] of the threshold centre of the members' answers, and all distances from it."""
         part = clustered_part(r.values, self.cluster_on, last_layer(fed.model), self.width, fed.seed)
-        if int(members.sum()) <= FEW and not self.clusters:
-            balls = members.double()
-        else:
-            rule = self._rule(1, len(part), share=self.share or float(members.double().mean()))
+        rule = self._rule(1, len(part), share=self.share or float(members.double().mean()))
+        if self.clusters:
             start = group_weights(part, (~members).long(), 1)
-            rest = 0.0 if self.clusters else REST
-            found = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes, rest=rest)
-            balls = found.weights[0]
-            if not self.clusters:
-                far = torch.linalg.vector_norm(part.double() - found.centres[0].double(), dim=1)
-                balls = (members & (far <= WIDE * far[members].median())).double()
-        rows = r.weights.flatten().double()
-        weights = balls.double() * rows.clamp(max=HEAVIEST * rows.median())
-        weights = weights / weights.sum()
+            balls = threshold_cluster(part, start_weights=start, rule=rule, rounds=self.passes).weights[0]
+        else:
+            balls = ball_of_members(part, members, rule, self.passes)
+        weights = weighted_by_rows(balls, r.weights)
         centre = weights @ part.double()
         return weights, torch.linalg.vector_norm(part.double() - centre, dim=1)
 

@@ -99,7 +99,20 @@ def bar(dimensions: float, count: int = 2) -> float:
     """
     q = max(1.0, dimensions)
     best_cut = 2 / math.pi * (math.sqrt(count) + math.sqrt(q)) ** 2 / q
-    return max(BAR, 2 * float(gammaincinv(q / 2, RARE)) / q, CHOSEN * best_cut)
+    return max(pair_bar(q), CHOSEN * best_cut)
+
+
+def pair_bar(dimensions: float) -> float:
+    """Return the first two of the bars of `bar`: for pairs that were not chosen by what they look like.
+
+    Examples
+    --------
+    >>> from coterie.theory.pair_tests import pair_bar
+    >>> [round(pair_bar(q), 2) for q in (2.0, 5.0, 100.0)]
+    [4.61, 3.02, 2.0]
+    """
+    q = max(1.0, dimensions)
+    return max(BAR, 2 * float(gammaincinv(q / 2, RARE)) / q)
 
 
 def halves(grads: Tensor, noise: Tensor, rows: Tensor, dimensions: Tensor) -> tuple[Tensor, float]:

@@ -210,8 +210,8 @@ def pooled_clusters(
     """
     hessians, slopes = hessians.double(), slopes.double()
     pieces = (hessians.abs().amax((-2, -1)) > 0).sum(1).clamp(min=1)
-    several = rows.double() * (1 - 1 / pieces) >= ENOUGH * slopes.shape[-1]
     ridge = _ridge(hessians, rows)
+    several = rows.double() * (1 - 1 / pieces) >= ENOUGH * _rank(hessians, ridge)
     bars = WIDE_BARS if pulled else BARS
     losses = torch.zeros(len(bars), *hessians.shape[:2], dtype=torch.float64)
     for fold in range(hessians.shape[1]):
@@ -321,6 +321,12 @@ def _ridge(hessians: Tensor, rows: Tensor) -> Tensor:
     return (RIDGE * one_row).clamp(min=1e-12 * float(one_row.max().clamp(min=1e-288)))
 
 
+def _rank(hessians: Tensor, ridge: Tensor) -> int:
+    """Return how many directions of the parameters change the loss: a softmax has as many too many as inputs."""
+    curve = hessians.sum((0, 1))
+    return max(1, round(float(torch.linalg.solve(curve + torch.diag(ridge.to(curve)), curve).trace())))
+
+
 def _by_bar(
     hessians: Tensor,
     slopes: Tensor,
@@ -330,7 +336,7 @@ def _by_bar(
     least: float = 0.0,
 ) -> list[Tensor]:
     """Return clusters for each bar."""
-    n, d = len(slopes), slopes[0, 0].numel()
+    n, d = len(slopes), _rank(hessians, ridge) * (slopes[0, 0].numel() // slopes.shape[2])
     everyone = torch.zeros(n, dtype=torch.long)
     curves, pulls = hessians.sum(1), slopes.sum(1)
     tree = joined(curves, pulls, ridge)

@@ -237,9 +237,10 @@ def best_pulls(points: Tensor, noise: Tensor, links: Tensor, prox: float, dimens
     """
     ones = points.new_ones(links.shape[1])
     moved = (points - sparse_consensus(points, links, ones, prox, most=30)).square().sum(1)
-    around = neighbourhood_means(torch.stack([moved, noise.to(moved)], 1), links)
+    company = link_degrees(links, ones, len(points)).to(moved).clamp(min=1)
+    chance = noise.to(moved) * company / (company + 1)  # a point is as far from a mean that it is part of
+    around = neighbourhood_means(torch.stack([moved, chance], 1), links)
     ratio = around[:, 0] / around[:, 1].clamp(min=torch.finfo(moved.dtype).tiny)
-    company = link_degrees(links, ones, len(points)).to(ratio).clamp(min=1)
     excess = ratio - 1 - CLEAR * (2 / (company * max(1.0, dimensions))).sqrt()
     pull = torch.where(excess > 0, 1 / excess, torch.inf)
     return torch.minimum(pull[links[0]], pull[links[1]])

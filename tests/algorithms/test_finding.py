@@ -277,3 +277,19 @@ def test_classes_of_many_features_under_other_names_are_told_apart_by_fits():
     state = make("cobo").start(fed)
     same = fed.clusters.unsqueeze(1) == fed.clusters
     assert torch.equal(state.weights > 0, same & ~torch.eye(8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_a_softmax_with_few_rows_keeps_clusters_with_other_names_apart(seed):
+    """It has three columns of parameters for three classes, but the loss moves in two directions for each input."""
+    draw = torch.Generator().manual_seed(seed)
+    names = [torch.tensor(order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
+    blobs = 2.0 * torch.randn(3, 4, generator=draw)
+    xs, ys = [], []
+    for k in range(12):
+        kind = torch.randint(3, (24,), generator=draw)
+        xs.append(blobs[kind] + torch.randn(24, 4, generator=draw))
+        ys.append(names[k % 3][kind])
+    fed = Federation.from_arrays(xs, ys, models.softmax(intercept=True))
+    run = fit(fed, make("pfl-tc"), rounds=1, evaluate_every=0)
+    assert run.state.labels.tolist() == [0, 1, 2] * 4

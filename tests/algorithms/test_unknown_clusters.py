@@ -148,6 +148,61 @@ def test_pdl_tc_at_common_points_is_its_pseudocode(warmup, adopt, least):
     assert ledger.total("floats_down") == ledger.total("floats_up") == 6 * 6 * 5 * D
 
 
+def test_pdl_tc_finds_clusters_and_sends_no_server_anything():
+    """Sums go from all to all once; then x_i goes to the two others of a cluster of three, who send gradients back."""
+    run = fit(world(), make("pdl-tc", batch=0), rounds=5)
+    assert run.state.groups.tolist() == [0, 1] * 3
+    assert set(run.history.at(5, "server", "neighbours").tolist()) == {3.0}
+    pooled = fit(world(), make("pfl-tc", batch=0), rounds=1).personal
+    x = pooled.numpy()
+    rows = np.minimum(SIZES, 4 * np.array([20, 20, 20, 12, 12, 12])[[0, 3] * 3])
+    m = None
+    for _ in range(4):
+        everyone = np.stack([grads([w] * 6) for w in x])
+        v = np.stack(
+            [np.average(everyone[i][i % 2 :: 2], axis=0, weights=rows[i % 2 :: 2]) for i in range(6)]
+        )
+        m = v if m is None else 0.5 * v + 0.5 * m
+        x = x - 0.1 * m
+    np.testing.assert_allclose(run.personal, x, atol=1e-9)
+    ledger = run.fed.ledger
+    assert (
+        ledger.total("messages_up", link="client-server")
+        == ledger.total("floats_down", link="client-server")
+        == 0
+    )
+    assert ledger.total("messages_up", link="client-client") == 6 * 5 + 4 * 6 * 2
+    assert ledger.total("floats_up", link="client-client") == 6 * 5 * 5 * (D * D + D) + 4 * 6 * 2 * D
+
+
+def test_pdl_tc_takes_in_who_came_late():
+    """A client that was away when clusters were found is sent models, and adopts one that fits."""
+    fed, algorithm = world(), make("pdl-tc", batch=0)
+    state = algorithm.start(fed)
+    fed.enter_round(1, state)
+    state, late = algorithm.round(fed, state, 1), torch.tensor([5])
+    assert state.groups[5] == 1
+    away = state.replace(
+        groups=state.groups.index_fill(0, late, -1), models=state.models.index_fill(0, late, 0.0)
+    )
+    fed.enter_round(2, away)
+    after = algorithm.round(fed, away, 2)
+    assert torch.equal(after.models[5], away.models[1])
+
+
+def test_pdl_tc_leaves_models_that_were_fitted_to_members_who_differ():
+    """Where sums say that members differ, each deploys its own part too, as in pfl-tc."""
+    ys = [x @ np.array([k - 2.5, 0.0, 9.0]) + 0.1 * np.cos(7 * x[:, 0]) for k, x in enumerate(XS)]
+    runs = [
+        fit(Federation.from_arrays(XS, ys, models.linear()), make(name, batch=0), rounds=3)
+        for name in ("pdl-tc", "pfl-tc")
+    ]
+    assert runs[0].state.settled.any()
+    torch.testing.assert_close(
+        runs[0].personal[runs[0].state.settled], runs[1].personal[runs[0].state.settled]
+    )
+
+
 def test_fc_is_its_pseudocode():
     run = fit(world(), make("fc", lr=0.2, batch=0), rounds=3)
     x = np.zeros((6, D))
@@ -362,7 +417,7 @@ def test_when_all_are_outside_every_ball(at):
     """A centre with an empty ball stays where it started: the server's at its K-means, one's own at oneself."""
     tiny = {"rule": "fixed", "tau": 1e-6, "at": at, "momentum": 1.0, "batch": 0}
     alone = fit(world(), make("local", lr=0.1, steps=1, batch=0), rounds=5 if at == "own" else 55)
-    run = fit(world(), make("pdl-tc", adopt=0.0, **tiny), rounds=5)
+    run = fit(world(), make("pdl-tc", adopt=0.0, clusters=2, **tiny), rounds=5)
     torch.testing.assert_close(run.personal, alone.personal)
     assert set(run.history.at(5, "server", "neighbours").tolist()) == {1.0}
     run = fit(world(), make("pfl-tc", **ONE_GRADIENT, clusters=2, **tiny), rounds=30)
@@ -396,7 +451,8 @@ def test_five_hundred_clients_without_an_n_n_d_array(at):
     fed = Federation.from_arrays(xs, [x[:, 0] for x in xs], models.linear())
     watch = Largest()
     with watch:
-        run = fit(fed, make("pdl-tc", at=at, batch=1, lr=0.001), rounds=1, evaluate_every=0)
+        algorithm = make("pdl-tc", at=at, clusters=2, batch=1, lr=0.001)
+        run = fit(fed, algorithm, rounds=1, evaluate_every=0)
     assert run.fed.ledger.total("messages_up", link="client-client") == 500 * 499
     assert watch.elements < 500 * 500 * 400 / 50
 

@@ -27,7 +27,7 @@ SPLIT = (0.6, 0.2, 0.2)
 NODES = 3
 METHODS = {
     "pdl-tc": {},
-    "pdl-tc at own points": {"at": "own"},
+    "pdl-tc at own points": {"at": "own", "clusters": 2},
     "fc": {},
     "cobo": {},
     "cobo at midpoints": {"test": "midpoint"},
