@@ -456,3 +456,7 @@ def _with_tuples(stored: dict[str, Any]) -> dict[str, Any]:
 def _require(frame: polars.DataFrame, name: str, source: str) -> None:
     if name not in frame.columns:
         raise DataError(f"{source}: the column {name!r} is missing.{nearest(name, frame.columns)}")
+    if columns.kind(frame[name]) is None:
+        raise DataError(
+            f"{source}: column {name!r} holds {frame[name].dtype}, not plain values. Write it as text or numbers."
+        )

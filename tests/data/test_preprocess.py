@@ -202,6 +202,7 @@ def test_json_keeps_classes_and_features() -> None:
         (small(x=["1", "2", "3", "four"]), ["column 'x', row 4 (client 'b')", "'four' is not a number"]),
         (small(x=["1", "2", "3", "four"]).drop("client"), ["column 'x', row 4:", "'four' is not a number"]),
         (small(x=[[1]] * 4), ["column 'x' holds List"]),
+        (small(word=[[1]] * 4), ["column 'word' holds List", "Write it as text or numbers"]),
     ],
 )
 def test_tables_that_do_not_fit(table: pl.DataFrame, said: list[str]) -> None:
