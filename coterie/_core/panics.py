@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+STDERR = 2
+
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
@@ -17,45 +19,29 @@ def panics_as_errors() -> Iterator[None]:
     """
     from polars.exceptions import PanicException
 
-    with _held_back() as held:
+    with tempfile.TemporaryFile() as written:
+        terminal = _redirected_to(written.fileno())
         try:
             yield
         except PanicException:
-            held.clear()
+            os.ftruncate(written.fileno(), 0)
             raise OSError("its parts do not fit together") from None
+        finally:
+            if terminal is not None:
+                os.dup2(terminal, STDERR)
+                os.close(terminal)
+                written.seek(0)
+                if text := written.read():
+                    os.write(STDERR, text)
 
 
-class _Held:
-    """What was written to standard error while it was held back."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def clear(self) -> None:
-        os.ftruncate(self.descriptor, 0)
-
-    def text(self) -> bytes:
-        os.lseek(self.descriptor, 0, os.SEEK_SET)
-        return os.read(self.descriptor, os.fstat(self.descriptor).st_size)
-
-
-@contextmanager
-def _held_back() -> Iterator[_Held]:
-    """Redirect standard error, that of native code too, to a temporary file, and pass it on at the end."""
+def _redirected_to(descriptor: int) -> int | None:
+    """Redirect standard error, that of native code too; return what it was, or None if it is closed."""
     if sys.stderr is not None:
         sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        held = _Held(file.fileno())
-        try:
-            terminal = os.dup(2)
-        except OSError:  # closed: nothing is shown anyway
-            yield held
-            return
-        os.dup2(held.descriptor, 2)
-        try:
-            yield held
-        finally:
-            os.dup2(terminal, 2)
-            os.close(terminal)
-            if text := held.text():
-                os.write(2, text)
+    try:
+        terminal = os.dup(STDERR)
+    except OSError:
+        return None
+    os.dup2(descriptor, STDERR)
+    return terminal
