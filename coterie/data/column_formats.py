@@ -165,7 +165,7 @@ def parse(text: polars.Series, name: str) -> polars.Series:
     Parameters
     ----------
     text
-        The values as they are written.
+        The values as they are written; of any type that polars writes as text.
     name
         One of `FORMATS`.
 
@@ -182,7 +182,9 @@ def parse(text: polars.Series, name: str) -> polars.Series:
     >>> parse(polars.Series(["31/12/1969", "02/01/1970 12:00"]), "dd/mm/yyyy").to_list()
     [-1.0, 1.5]
     """
-    return FORMATS[name].parse(text)
+    import polars as pl
+
+    return FORMATS[name].parse(text.cast(pl.String))
 
 
 def count(text: polars.Series) -> dict[str, int]:

@@ -141,7 +141,7 @@ def numbers(
         raise DataError(f"{source}: column {name!r} holds {column.dtype}, not numbers. Convert it first.")
     as_text = kind(column) == "category" or (column.dtype.is_integer() and column_formats.is_date(format))
     if format and (as_text or column.dtype == pl.String):
-        return column_formats.parse(column.cast(pl.String), format)
+        return column_formats.parse(column, format)
     values = as_floats(column)
     words = column.is_not_null() & values.is_null()
     for wrong, what in ((words, "is not a number"), (values.is_infinite(), "is infinite")):

@@ -340,6 +340,9 @@ def test_a_target_that_is_written_as_amounts_is_a_quantity() -> None:
         describe(plain, usual)["per_client"][0]["target_mean"]
     )
     assert tables.check(written[:300], "site", "sick", task="classification").task == "multiclass"
+    categorical = written.with_columns(pl.col("sick").cast(pl.Categorical))
+    assert tables.check(categorical, "site", "sick") == spec
+    assert one.encode_target(categorical).equal(one.encode_target(written))
 
 
 def test_nodes_agree_on_how_a_target_is_written() -> None:
