@@ -205,6 +205,14 @@ class RunFacts:
             bool(files.read_json(path).get("sure")) if path.exists() and self.algorithm != "local" else None
         )
 
+    @functools.cached_property
+    def alone_in_race(self) -> tuple[int, dict[str, Any]] | None:
+        """The most rounds of anybody in the race of `auto`, and the best settings of training alone there, or None."""
+        path = self.folder / "choice.json"
+        race = files.read_json(path).get("race", []) if path.exists() else []
+        alone = next((one["settings"] for one in race if one["method"] == "local"), None)
+        return None if alone is None else (max(one["rounds"] for one in race), alone)
+
     @property
     def guard(self) -> dict[str, Any] | None:
         """Who keeps a model of its own, and what that saved and cost on test rows; None without a guard."""

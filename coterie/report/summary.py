@@ -234,7 +234,11 @@ def _others(runs: Sequence[RunFacts], main: RunFacts) -> list[str]:
 
 
 def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
-    """Return the command that repeats this run, or trains alone on its rows; None if they came from no table."""
+    """Return the command that repeats this run, or trains alone on its rows; None if they came from no table.
+
+    Beside a run of `auto`, training alone has its best settings and as many rounds as anybody had in the race: the
+    winner itself may have been trained for few.
+    """
     data = run.data
     if not data.get("source"):
         return None
@@ -261,10 +265,13 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
         parts += ["--keep", _quoted(column)]
     if data.get("split") and list(data["split"]) != [0.6, 0.2, 0.2]:
         parts += ["--split", ",".join(map(str, data["split"]))]
-    parts += ["--rounds", str(plan["rounds"]), "--seed", str(federation["seed"])]
+    rounds, select, settings = plan["rounds"], plan["select"], {} if alone else run.settings
+    if alone and run.alone_in_race is not None:
+        (rounds, settings), select = run.alone_in_race, "best"
+    parts += ["--rounds", str(rounds), "--seed", str(federation["seed"])]
     parts += ["--refit", plan.get("refit", "none")]
-    if plan["select"] != "last":
-        parts += ["--select", plan["select"]]
+    if select != "last":
+        parts += ["--select", select]
     if "metric" in plan:
         parts += ["--metric", _quoted(plan["metric"])]
     model = json.loads(data.get("model", "{}")).get("model")
@@ -277,7 +284,7 @@ def repeat_command(run: RunFacts, alone: bool = False) -> str | None:
     if federation.get("dropout"):
         parts += ["--dropout", str(federation["dropout"])]
     parts += ["--algorithm", "local" if alone else run.algorithm]
-    for name, value in ({} if alone else run.settings).items():
+    for name, value in settings.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         parts += ["--set", _quoted(f"{name}={text}")]
     return " ".join([*parts, "--out", "FOLDER"])

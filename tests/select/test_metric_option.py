@@ -35,6 +35,10 @@ def test_fit_shows_and_keeps_the_metric(command: Command, tmp_path: Path, algori
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "the expected calibration error of a client&#39;s model is 0." in page
     assert "--select best --metric ece" in page
+    if algorithm == "auto":  # training alone has the rounds and settings that it had in the race
+        race = json.loads((tmp_path / "run" / "choice.json").read_text())["race"]
+        alone = next(one["settings"] for one in race if one["method"] == "local")
+        assert f"--rounds {max(one['rounds'] for one in race)} " in page and f"--set lr={alone['lr']}" in page
     if algorithm == "fedavg":
         again = command("resume", tmp_path / "run")
         assert again.code == 0 and "test ece (lower is better)" in " ".join(again.out.split())
