@@ -151,16 +151,17 @@ class Gate:
             return
         path, headers = scope["path"], dict(scope["headers"])
         key = headers.get(b"flwr-public-key", b"")
-        if path.startswith("/v1/fleet/"):
-            receive = await _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
-        elif path == "/v1/runtime/push-object":
-            receive = await _whole(receive, None)
         if path == "/v1/fleet/pull-messages":  # a node asks for messages when it has sent its answer
             self.up.done()
             await self.down.wait(key, HOLD_NODE)
         elif path == "/v1/runtime/pull-messages":  # and the server for answers when it has sent its messages
             self.down.done()
             await self.up.wait(headers.get(TASK_TOKEN, b""), HOLD_SERVER)
+        # Read after the wait: a node that was killed meanwhile has gone, and Flower must not give it a message.
+        if path.startswith("/v1/fleet/"):
+            receive = await _whole(receive, BODY_SECONDS + int(headers[b"content-length"]) / BODY_RATE)
+        elif path == "/v1/runtime/push-object":
+            receive = await _whole(receive, None)
         if path.startswith("/v1/fleet/"):
             await self._in_turn(key, scope, receive, send)
         else:

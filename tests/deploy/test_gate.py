@@ -205,6 +205,35 @@ def test_a_message_is_told_of_when_its_sender_has_sent_all_of_it(gate, node):
     assert asyncio.run(scene()) == (0, 1, 1, 2, 0, 1)
 
 
+def test_a_node_that_goes_while_it_waits_is_given_no_message(gate, node):
+    """Flower counts a message as delivered when it has answered; one for a node that was killed would be lost."""
+    told, here = [], {"type": "http.request", "body": b"x" * 10, "more_body": False}
+
+    async def app(scope, receive, send):
+        told.append((await receive())["type"])
+
+    gate.app, gone = app, False
+
+    async def receive():
+        return {"type": "http.disconnect"} if gone else here
+
+    async def scene():
+        nonlocal gone
+        gate.ready.set()
+        request = signed(node, "/v1/fleet/pull-messages")
+        gate.down.heard[dict(request["headers"])[b"flwr-public-key"]] = gate.down.rings
+        asked = asyncio.create_task(gate(request, receive, nothing))
+        await asyncio.sleep(0.05)
+        assert not told
+        gone = True
+        gate.down.ring_soon()
+        gate.down.done()
+        await asyncio.wait_for(asked, 5.0)
+
+    asyncio.run(scene())
+    assert told == ["http.disconnect"]
+
+
 async def nothing(message=None):
     """Bring an empty body, or take a part of an answer."""
     return {"type": "http.request", "body": b""}
